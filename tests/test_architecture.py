@@ -384,15 +384,15 @@ def later():
     from covey.plan import ring
 class Now:
     try:
-        from covey.wire import frame
+        from covey.wire import decoding
     finally:
         import os
 """
     within = {f"covey.plan.{name}" for name in ("moves", "check", "typed", "ring")}
-    modules = {"covey", "covey.base", "covey.base.errors", "covey.plan", "covey.wire", "covey.wire.frame"} | within
+    modules = {"covey", "covey.base", "covey.base.errors", "covey.plan", "covey.wire", "covey.wire.decoding"} | within
     assert set(imported_at_once(SRC / "plan" / "imagined.py", ast.parse(source), modules)) == {
         *("covey.base", "covey.base.errors", "covey.plan", "covey.plan.moves", "covey.plan.check"),
-        *("covey.wire", "covey.wire.frame"),
+        *("covey.wire", "covey.wire.decoding"),
     }
     assert cycle_among({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
     assert cycle_among({"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c"]

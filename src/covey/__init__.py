@@ -16,8 +16,7 @@ from covey.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from covey.agent.run_on import run_on
-    from covey.base.accumulation import accumulate, clip_norm
-    from covey.base.arithmetic import Op
+    from covey.base.arithmetic import Op, accumulate, clip_norm
     from covey.base.errors import (
         AuthError,
         BusyError,
@@ -188,8 +187,8 @@ _HOMES = {
     "Work": "covey.runtime.work",
     "WorkerNode": "covey.coordinator.worker",
     "WorkerNodeConfig": "covey.coordinator.worker",
-    "accumulate": "covey.base.accumulation",
-    "clip_norm": "covey.base.accumulation",
+    "accumulate": "covey.base.arithmetic",
+    "clip_norm": "covey.base.arithmetic",
     "generations": "covey.runtime.joining.generations",
     "join": "covey.runtime.joining.bootstrap",
     "join_async": "covey.runtime.joining.bootstrap",

@@ -14,9 +14,9 @@ from covey.base.errors import AuthError, ConfigError
 from covey.net.keys import charter, clusters, owner
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity, own_ids, own_machine, short_id
-from covey.wire.machine import machine_of
 from covey.wire.messages import Card, Charter, Contact
 from covey.wire.secret import ClusterSecret
+from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -30,7 +30,7 @@ from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import acceptor
 from covey.runtime.links.handshake import LinkCredentials
 from covey.runtime.links.source_limits import SOURCE_RATE
-from covey.wire import door, frame, header, message_header, messages, proofs
+from covey.wire import decoding, door, header, message_header, messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,7 +118,7 @@ def test_any_bytes_are_a_message_header_incomplete_or_a_protocol_error(data: byt
 
 @given(st.lists(st.binary(max_size=50)), st.lists(st.integers(1, 40), max_size=30), st.binary(max_size=20))
 def test_frames_do_not_depend_on_how_the_bytes_arrive(bodies: list[bytes], cuts: list[int], rest: bytes) -> None:
-    framer, stream, found = frame.Framer(50), b"".join(map(frame.frame, bodies)) + rest, []
+    framer, stream, found = decoding.Framer(50), b"".join(map(decoding.frame, bodies)) + rest, []
     with contextlib.suppress(RemoteProtocolError):  # the rest may announce anything
         for cut in cuts:
             found += framer.feed(stream[:cut])
@@ -131,7 +131,7 @@ def test_frames_do_not_depend_on_how_the_bytes_arrive(bodies: list[bytes], cuts:
 @given(st.integers(51, 2**32 - 1))
 def test_a_frame_beyond_the_limit_is_refused_before_it_arrives(length: int) -> None:
     with pytest.raises(RemoteProtocolError):
-        frame.Framer(50).feed(struct.pack("<I", length))
+        decoding.Framer(50).feed(struct.pack("<I", length))
 
 
 # Connections
@@ -270,7 +270,7 @@ def greeting(
     """Go through the door; return what a dialler says next."""
     said = pass_the_door(sock, credentials, door.Purpose.LINK)
     body = messages.encode(hello)
-    return proofs.dial_proof(token if token is not None else credentials.token, said, body) + frame.frame(body)
+    return door.dial_proof(token if token is not None else credentials.token, said, body) + decoding.frame(body)
 
 
 RUBBISH = (
@@ -316,7 +316,7 @@ def bother(address: Address, credentials: LinkCredentials) -> None:
         assert read(sock) == b""
     with connect(address) as sock:
         pass_the_door(sock, credentials, door.Purpose.LANE)
-        send(sock, secrets.token_bytes(lane_dialler.LANE_BYTES) + b"\0" + secrets.token_bytes(proofs.PROOF_BYTES))
+        send(sock, secrets.token_bytes(lane_dialler.LANE_BYTES) + b"\0" + secrets.token_bytes(door.PROOF_BYTES))
         assert read(sock) == b""
 
 

@@ -21,7 +21,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.node import node_of
 from covey.runtime.lanes.resumption import NUMBER_BYTES, RESUME, LaneResumption
 from covey.testing.threads import run_threads
-from covey.wire import messages, proofs
+from covey.wire import door, messages
 
 if TYPE_CHECKING:
     from covey import Group
@@ -112,7 +112,7 @@ def test_a_connection_without_the_key_or_with_an_old_number_changes_nothing() ->
                 with one, other:
                     one.setblocking(False)
                     other.send(number.to_bytes(NUMBER_BYTES, "big"))
-                    proof = proofs.resume_proof(secret, b"dial", lane_id, stream, number, 0)
+                    proof = door.resume_proof(secret, b"dial", lane_id, stream, number, 0)
                     await resumption.claim(one, lane_id, stream | RESUME, proof)
 
             with pytest.raises(ConnectError, match="without its key"):
@@ -150,8 +150,8 @@ def test_a_position_that_was_changed_on_the_way_ends_no_lane() -> None:
                 with one, other:
                     for sock in (one, other):
                         sock.setblocking(False)
-                    proof = proofs.resume_proof(lane.secret, b"dial", lane.id, 0, 9, 0)
-                    go = proofs.resume_proof(lane.secret, b"go", lane.id, 0, 9, 1)
+                    proof = door.resume_proof(lane.secret, b"dial", lane.id, 0, 9, 0)
+                    go = door.resume_proof(lane.secret, b"go", lane.id, 0, 9, 1)
                     zero = bytes(NUMBER_BYTES)
                     other.send((9).to_bytes(NUMBER_BYTES, "big") + zero + go)
                     await resumption.claim(one, lane.id, RESUME, proof)

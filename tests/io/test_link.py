@@ -16,7 +16,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import ConnectError, RemoteProtocolError
 from covey.net.keys.tls import Credentials
 from covey.runtime.links.link import BACKLOG_LIMIT, UNREAD_LIMIT, Link
-from covey.wire.frame import CONTROL_LIMIT, frame
+from covey.wire.decoding import CONTROL_LIMIT, frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine

@@ -15,8 +15,7 @@ from tests.support.attackers import BROKEN, Insider, Victim, call_on_loop, new_c
 from covey.net.keys import charter, clusters, owner
 from covey.net.keys.identity import NodeIdentity
 from covey.wire import messages
-from covey.wire.machine import machine_words
-from covey.wire.owner import charter_words
+from covey.wire.signed import charter_words, machine_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -40,7 +40,7 @@ from covey.runtime.peers import (
 )
 from covey.runtime.relaying import pipe, server
 from covey.runtime.state import audit
-from covey.wire import frame, lineage, membership, messages, seal, secret
+from covey.wire import decoding, lineage, membership, messages, seal, secret
 
 SECURITY = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 PAIRING = "Pairing by six digits"
@@ -162,7 +162,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{sieve.PACKET_RATE:.0f} from one address, {sieve.ALL_PACKETS_RATE:.0f} in all",
         f"{visitors.VISITORS_LIMIT}; {visitors.LINKS_PER_KEY}",
         f"{messages.CHARTER_LIMIT}; {messages.WAITING_NODES_LIMIT}",
-        f"{frame.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
+        f"{decoding.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
         f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",
         f"{early.LIMIT_BYTES >> 20} MiB from each node",
         f"{incoming.HANDLERS}; {outgoing.CALLS_LIMIT}; {incoming.CALL_PAYLOAD_BYTES >> 30} GiB",

@@ -53,7 +53,7 @@ from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.runtime.peers.peer_table import ranks_of
 from covey.testing.proxy import Direction, Proxy
-from covey.wire import door, frame, messages
+from covey.wire import decoding, door, messages
 from covey.wire.versions import only
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def test_wrong_papers_are_refused_before_anything_is_heard(
 
     def intrude() -> None:
         with dial_tls(prey.address, prey.cluster.secret.derive("door"), context) as secured:
-            secured.sendall(frame.frame(messages.encode(hello(identity))))
+            secured.sendall(decoding.frame(messages.encode(hello(identity))))
             hear(secured)
 
     with pytest.raises(BROKEN):
@@ -355,13 +355,13 @@ def test_an_identity_in_use_is_refused_and_named(prey: Victim) -> None:
     "what",
     [
         b"\xff\xff\xff\xff",
-        frame.LENGTH.pack(frame.CONTROL_LIMIT + 1),
-        frame.frame(b""),
-        frame.frame(b"\xc1"),
-        frame.frame(secrets.token_bytes(4000)),
-        frame.frame(b"\x91" * 100_000),
-        frame.frame(messages.encode(messages.Welcome(0, card_of(NodeIdentity.ephemeral())))),
-        frame.frame(messages.encode(messages.Ping(1))),
+        decoding.LENGTH.pack(decoding.CONTROL_LIMIT + 1),
+        decoding.frame(b""),
+        decoding.frame(b"\xc1"),
+        decoding.frame(secrets.token_bytes(4000)),
+        decoding.frame(b"\x91" * 100_000),
+        decoding.frame(messages.encode(messages.Welcome(0, card_of(NodeIdentity.ephemeral())))),
+        decoding.frame(messages.encode(messages.Ping(1))),
     ],
     ids=["4 GiB", "too long", "empty", "no msgpack", "random", "deep", "Welcome", "Ping"],
 )
@@ -391,7 +391,7 @@ def test_a_dialler_that_does_not_finish_its_hello_is_cut_off_in_time(
         slow.sendall(b"\x16\x03\x01\x02\x00\x01")  # a part of a ClientHello
         assert is_hung_up(silent)
         assert is_hung_up(slow)
-    for part in (b"", frame.LENGTH.pack(1000) + bytes(999)):
+    for part in (b"", decoding.LENGTH.pack(1000) + bytes(999)):
         with contextlib.suppress(*BROKEN), dial_tls(prey.address, key, context) as secured:  # or before TLS is done
             secured.sendall(part)
             assert is_hung_up(secured)
@@ -431,7 +431,7 @@ def accept_with(context: ssl.SSLContext, answer: Callable[[messages.Hello], Any]
         with context.wrap_socket(sock, server_side=True) as secured:
             greeting = messages.decode_handshake(hear(secured))
             assert isinstance(greeting, messages.Hello)
-            secured.sendall(frame.frame(messages.encode(answer(greeting))))
+            secured.sendall(decoding.frame(messages.encode(answer(greeting))))
             hear(secured)
 
     return serve

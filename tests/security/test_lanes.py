@@ -31,7 +31,7 @@ from covey.runtime.joining.node import node_of
 from covey.runtime.links.acceptor import PROBE_LIMIT
 from covey.runtime.peers.peer_table import Routes
 from covey.testing.proxy import Direction, Proxy
-from covey.wire import door, messages, proofs
+from covey.wire import door, messages
 from covey.wire.seal import RECORD_LIMIT
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 ELEMENTS = 50_001
 PATIENCE = 3.0
 """The timeout of operations on lanes that never open."""
-CLAIM = door.DOOR_ANSWER_BYTES + 16 + 1 + proofs.PROOF_BYTES
+CLAIM = door.DOOR_ANSWER_BYTES + 16 + 1 + door.PROOF_BYTES
 """Where the first record of the dialler begins; of the acceptor, it is the challenge and a proof."""
-GREETED = door.CHALLENGE_BYTES + proofs.PROOF_BYTES
+GREETED = door.CHALLENGE_BYTES + door.PROOF_BYTES
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
             return
         assert peer.contact is not None
         address = ("127.0.0.1", peer.contact.addresses[0].port)
-        claims = [proofs.lane_proof(offer.secret, b"dial", offer.lane, stream) for stream in range(3)]
+        claims = [door.lane_proof(offer.secret, b"dial", offer.lane, stream) for stream in range(3)]
         with claim(address, offer.lane, 0, claims[0]) as sock:  # before the offer
             assert is_hung_up(sock)
         expected: list[bytes] = []
@@ -258,8 +258,8 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
         control.soon(node.peers.send, peer.seat, offer)
         until(lambda: expected == [offer.lane])
         group.barrier()
-        other = proofs.lane_proof(secrets.token_bytes(32), b"dial", offer.lane, 0)
-        mirrored = proofs.lane_proof(offer.secret, b"accept", offer.lane, 0)
+        other = door.lane_proof(secrets.token_bytes(32), b"dial", offer.lane, 0)
+        mirrored = door.lane_proof(offer.secret, b"accept", offer.lane, 0)
         wrong = [
             (secrets.token_bytes(16), 0, claims[0]),
             (offer.lane, 0, bytes(32)),
@@ -274,11 +274,11 @@ def test_only_the_holder_of_a_lanes_secret_can_claim_it_and_only_once() -> None:
             with claim(address, lane, stream, proof) as sock:
                 assert is_hung_up(sock), (stream, proof)
         with claim(address, offer.lane, 0, claims[0]) as first:
-            assert read(first, 32) == proofs.lane_proof(offer.secret, b"accept", offer.lane, 0)
+            assert read(first, 32) == door.lane_proof(offer.secret, b"accept", offer.lane, 0)
             with claim(address, offer.lane, 0, claims[0]) as again:
                 assert is_hung_up(again)
             with claim(address, offer.lane, 1, claims[1]) as second:
-                assert read(second, 32) == proofs.lane_proof(offer.secret, b"accept", offer.lane, 1)
+                assert read(second, 32) == door.lane_proof(offer.secret, b"accept", offer.lane, 1)
             with claim(address, offer.lane, 1, claims[1]) as late:
                 assert is_hung_up(late)
         group.barrier()

@@ -42,7 +42,7 @@ from covey.runtime.peers.follower import HINTS_AT_ONCE
 from covey.runtime.peers.node_links import LINKS_LIMIT
 from covey.runtime.peers.reach import NOT_TRIED
 from covey.runtime.peers.visitors import LINKS_PER_KEY, VISITORS_LIMIT
-from covey.wire import door, formation, frame, messages
+from covey.wire import decoding, door, formation, messages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,7 +151,12 @@ def test_nonsense_from_a_member_of_a_run_ends_it_with_an_error_or_not_at_all(
 
 @pytest.mark.parametrize(
     "what",
-    [b"\xff\xff\xff\xff", frame.LENGTH.pack(frame.CONTROL_LIMIT + 1), frame.frame(b"\xc1"), frame.frame(b"")],
+    [
+        b"\xff\xff\xff\xff",
+        decoding.LENGTH.pack(decoding.CONTROL_LIMIT + 1),
+        decoding.frame(b"\xc1"),
+        decoding.frame(b""),
+    ],
     ids=["4 GiB", "too long", "no msgpack", "empty"],
 )
 def test_a_member_whose_frames_are_broken_is_cut_off_and_may_come_again(prey: Victim, what: bytes) -> None:
@@ -168,7 +173,7 @@ def test_a_member_that_goes_on_after_nonsense_is_parted_with(prey: Victim) -> No
     """The end of a link must be noticed, whatever else has arrived on it: else a run waits for its dead."""
     with Insider(prey) as insider:
         insider.ping()
-        insider.link.sendall(2 * frame.frame(b"\xc1"))
+        insider.link.sendall(2 * decoding.frame(b"\xc1"))
         until(lambda: not prey.node.met)
 
 
@@ -176,7 +181,7 @@ def test_a_member_that_never_reads_takes_no_more_than_its_share_of_memory(prey: 
     with Insider(prey) as insider:
         insider.ping()
         before = resident_bytes()
-        burst = b"".join(frame.frame(messages.encode(messages.Ping(number))) for number in range(200_000))
+        burst = b"".join(decoding.frame(messages.encode(messages.Ping(number))) for number in range(200_000))
         insider.link.settimeout(2.0)
         with contextlib.suppress(*BROKEN):
             insider.link.sendall(burst)
@@ -185,7 +190,7 @@ def test_a_member_that_never_reads_takes_no_more_than_its_share_of_memory(prey: 
 
 
 def test_early_words_about_a_run_take_no_more_than_their_share_of_memory(prey: Victim) -> None:
-    body = frame.frame(messages.encode(messages.Posting(0, 0, bytes(250_000))))
+    body = decoding.frame(messages.encode(messages.Posting(0, 0, bytes(250_000))))
     with Insider(prey) as insider:
         before = resident_bytes()
         for _ in range(400):
@@ -367,7 +372,7 @@ def test_a_members_name_cannot_write_lines_or_colours_into_the_log(
 ) -> None:
     forged = "x\n2026-01-01 ERROR forged line \x1b[31m"
     with contextlib.suppress(*BROKEN), Insider(prey, card={field: forged}) as insider:
-        insider.link.sendall(frame.frame(b"\xc1"))
+        insider.link.sendall(decoding.frame(b"\xc1"))
         insider.ping()
     with contextlib.suppress(*BROKEN), Insider(prey, card={field: forged}, hello={"version": 9}):
         pass
@@ -381,7 +386,7 @@ def test_a_member_that_comes_again_and_again_with_nonsense_leaves_few_lines(
 ) -> None:
     for _ in range(30):
         with Insider(prey) as insider:
-            insider.link.sendall(frame.frame(b"\xc1"))
+            insider.link.sendall(decoding.frame(b"\xc1"))
             with pytest.raises(BROKEN):
                 insider.ping()
     assert len([record for record in caplog.records if record.name == "covey"]) <= 10

@@ -12,8 +12,8 @@ from tests.support.attackers import BROKEN, Insider, Victim, new_cluster, until,
 
 from covey.net.keys import clusters, owner
 from covey.wire import messages
-from covey.wire.owner import rotation_words
 from covey.wire.secret import ClusterSecret
+from covey.wire.signed import rotation_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

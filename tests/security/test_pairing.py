@@ -27,10 +27,10 @@ from covey.proto import pairing as rules
 from covey.proto.pairing import RefusedPairingError
 from covey.runtime.clocks import waking_clock
 from covey.runtime.pairing import inviter
-from covey.wire.frame import LENGTH, frame
-from covey.wire.owner import public_half
+from covey.wire.decoding import LENGTH, frame
 from covey.wire.pairing import PAIRING_SPEAKS, PairingHello, PairingRefusal, decode_pairing
 from covey.wire.secret import KEY_BYTES, ClusterSecret, decode_join_code
+from covey.wire.signed import public_half
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

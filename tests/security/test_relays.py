@@ -25,7 +25,7 @@ from covey.runtime.peers.follower import DialOutcome
 from covey.runtime.peers.hints import HINTS_LIMIT
 from covey.runtime.relaying.server import NOT_PROVED, RelayLimits
 from covey.wire import door, messages
-from covey.wire.frame import LENGTH, frame
+from covey.wire.decoding import LENGTH, frame
 from covey.wire.relay import (
     RELAY_SPEAKS,
     CallJoined,

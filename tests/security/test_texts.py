@@ -33,7 +33,7 @@ from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.net.keys.tls import Credentials
 from covey.runtime.group.internals import engine_of
-from covey.wire import door, formation, frame, messages, store
+from covey.wire import decoding, door, formation, messages, store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,7 +192,7 @@ def test_a_hostile_member_writes_nothing_of_its_own_into_logs_or_what_is_told(
     caplog.set_level(logging.DEBUG, "covey")
     for kind in typing.get_args(messages.Control):
         with contextlib.suppress(*BROKEN), Insider(prey) as insider:
-            insider.link.sendall(frame.frame(msgspec.msgpack.encode(forged(kind, text))))
+            insider.link.sendall(decoding.frame(msgspec.msgpack.encode(forged(kind, text))))
             insider.ping()
     for kind in typing.get_args(formation.Formation):
         with contextlib.suppress(*BROKEN), Insider(prey) as insider:

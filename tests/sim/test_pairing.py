@@ -31,8 +31,8 @@ from covey.proto.pairing import (
     RefusedPairingError,
     SendPairing,
 )
-from covey.wire.owner import public_half
 from covey.wire.pairing import Grant, PairingKeys, PairingRequest, decode_pairing, encode_pairing
+from covey.wire.signed import public_half
 
 if TYPE_CHECKING:
     from collections.abc import Callable

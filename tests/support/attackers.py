@@ -31,7 +31,7 @@ from covey.runtime.joining.request import JoinTarget
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.runtime.peers.peer_table import Routes
 from covey.testing.proxy import Proxy
-from covey.wire import door, frame, messages
+from covey.wire import decoding, door, messages
 from covey.wire.formation import Terms
 from covey.wire.secret import ClusterSecret
 
@@ -280,7 +280,7 @@ class Insider:
             raise
 
     def say(self, message: Any) -> None:
-        self.link.sendall(frame.frame(messages.encode(message)))
+        self.link.sendall(decoding.frame(messages.encode(message)))
 
     def hear(self, kind: type[T]) -> T:
         """Return the next message of a kind, whatever comes before it."""

@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.waiting import DEADLINE
 
 from covey.proto.pairing import PairingApplicant, PairingMachine
-from covey.wire.frame import LENGTH, frame
-from covey.wire.owner import public_half
+from covey.wire.decoding import LENGTH, frame
+from covey.wire.signed import public_half
 
 if TYPE_CHECKING:
     from collections.abc import Callable

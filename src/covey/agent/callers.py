@@ -20,7 +20,7 @@ from covey.runtime.peers.listener import MeshListener
 from covey.runtime.peers.visit import visiting
 from covey.wire import messages
 from covey.wire.call_values import Signature
-from covey.wire.machine import machine_of
+from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -17,7 +17,7 @@ from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.base.pace import Growing
 from covey.runtime.backoff import Backoff
 from covey.wire import messages
-from covey.wire.machine import machine_of
+from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence

@@ -1,7 +1,7 @@
 """Which members may start programs on this machine. No I/O.
 
 A member is known by the key that TLS has proved on its link, and by the machine whose first key has signed that key
-(`wire.machine`). Names play no part: a node can claim any.
+(`wire.signed`). Names play no part: a node can claim any.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from covey.base.errors import AuthError
 from covey.base.text import printable
 from covey.net.keys.identity import id_text
-from covey.wire.machine import machine_of
+from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
     from covey.wire.messages import Card

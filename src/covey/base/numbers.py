@@ -1,7 +1,10 @@
-"""The three numbers of a process, as types, so that mypy refuses one where another is meant.
+"""The numbers that all layers share: seats, ranks and slots, operations, and bounds of messages.
 
-At run time all three are ints. Convert where a number is made (from a message, an environment variable, a position in
-a list), never on the way.
+Seats, ranks and slots are types, so that mypy refuses one where another is meant; at run time all three are ints.
+Convert where a number is made (from a message, an environment variable, a position in a list), never on the way.
+
+The numbers of operations are in the headers of transfers and in records: a new operation goes to the end. Bounds of
+messages are here for rooms that need them without the messages, which take long to load.
 """
 
 from __future__ import annotations
@@ -21,3 +24,41 @@ NO_RANK: Final = Rank(-1)
 """What stands for the rank where there is none."""
 ANY: Final = -1
 """As the rank or tag of a message to receive: every rank, every tag."""
+
+
+OPERATIONS: Final = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "scan",
+    "exscan",
+    "barrier",
+    "broadcast_object",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object",
+    "split",
+    "sync_gradients",
+)
+
+
+def operation_name(number: int) -> str:
+    """Return the name of an operation whose number came from another rank."""
+    return OPERATIONS[number] if number < len(OPERATIONS) else "something else"
+
+
+NAME_LIMIT: Final = 100
+REASON_LIMIT: Final = 200
+"""Characters of a program's error in messages to other ranks."""
+MAX_MEMBERS: Final = 1024
+"""Members of a view. This many fit into one control frame, whatever their names and contacts."""
+REPORT_NAMES: Final = 32
+"""Names that a program may report."""
+REPORT_NAME_LETTERS: Final = 40
+REPORT_ROWS: Final = 4096
+"""Rows of reports that a process keeps."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, Ty
 
 from covey.base.errors import ConfigError
 from covey.base.lane_kinds import KINDS, LaneName, LaneReach, named_kinds
-from covey.base.limits import MAX_MEMBERS
+from covey.base.numbers import MAX_MEMBERS
 from covey.base.setting_kinds import (
     AnyText,
     ByteCount,

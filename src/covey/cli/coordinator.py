@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from covey.base import seeds
+from covey.base.config import parse_seed
 from covey.base.errors import ConfigError, CoveyError, DeadlineError
 from covey.base.text import printable
 from covey.cli.layout import Column, room, table
@@ -196,7 +196,7 @@ def _parts(address: str, *, least: int) -> tuple[str, int]:
     head, colon, port = address.rpartition(":")
     if not colon or not (port.isascii() and port.isdigit() and least <= int(port) < 1 << 16):
         raise ConfigError(f"{address!r} is not an address; write host:port, like 127.0.0.1:29300")
-    return seeds.parse(f"{head}:1").host, int(port)
+    return parse_seed(f"{head}:1").host, int(port)
 
 
 def _joined(host: str, port: int) -> str:

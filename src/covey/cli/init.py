@@ -11,8 +11,8 @@ from typing import Annotated, Final
 
 import typer
 
+from covey.base.config import split_relays
 from covey.base.errors import ConfigError
-from covey.base.seeds import split_relays
 from covey.cli.pair import Machines, run_command, show_codes
 from covey.cli.terminal import say
 from covey.net.audit import audit_log

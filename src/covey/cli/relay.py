@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from covey.base.config import parse_relay
 from covey.base.errors import ConfigError
-from covey.base.seeds import parse_relay
 from covey.base.setting_kinds import Rate
 from covey.base.settings import RELAY_PORT
 from covey.cli.terminal import plural, say

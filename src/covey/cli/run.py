@@ -397,7 +397,7 @@ def share_of_run(
     Raises:
         ConfigError: this machine is in no cluster, or the settings contradict themselves.
     """
-    from covey.base.seeds import split_relays, split_seeds
+    from covey.base.config import split_relays, split_seeds
     from covey.net.discovery.interfaces import parse_pattern
     from covey.net.host.settings_files import effective_environment
     from covey.runtime.keeper.service import ClusterKeeperService

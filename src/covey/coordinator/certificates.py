@@ -21,8 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from covey.net.keys.identity import ID_BYTES, machine_secret, sign_as_machine
 from covey.net.keys.organisation import KeyAndCertificates
-from covey.wire.machine import certificate_words
-from covey.wire.owner import is_signed
+from covey.wire.signed import certificate_words, is_signed
 
 if TYPE_CHECKING:
     from covey.wire.secret import ClusterSecret

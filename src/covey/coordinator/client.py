@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from cryptography import x509
 
-from covey.base import seeds
+from covey.base.config import parse_seed
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, DeadlineError
 from covey.base.text import printable
 from covey.coordinator import tls
@@ -144,7 +144,7 @@ def _shake(address: str, security: Security, context: ssl.SSLContext) -> bytes:
         ssl.SSLError: one end does not accept the other.
         OSError: no coordinator was reached.
     """
-    parsed = seeds.parse(address)
+    parsed = parse_seed(address)
     with (
         socket.create_connection((parsed.host, parsed.port), PROMPT_CALL_SECONDS) as sock,
         context.wrap_socket(sock, server_hostname=security.server_name or parsed.host) as connection,

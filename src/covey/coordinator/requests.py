@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base import seeds
+from covey.base.config import parse_seed
 from covey.base.errors import ConfigError
 from covey.coordinator.records import Sizes, ViewRecord
 from covey.coordinator.refusal import MAX_WORKERS, Reason, RefusalError
@@ -69,7 +69,7 @@ def address(value: str) -> str:
     try:
         if not value.rpartition(":")[2].isdigit() or len(value) > NAME_LIMIT:
             raise ConfigError("there is no port")
-        seeds.parse(value)
+        parse_seed(value)
     except ConfigError:
         raise _malformed("address must be host:port or [IPv6]:port, like 192.168.1.5:29400") from None
     return value

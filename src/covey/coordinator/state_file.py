@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from covey.base.errors import ConfigError
-from covey.base.formats import NewerFormatError, check_format, newer_file
+from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.coordinator.records import RunRecord
 from covey.net.host.descriptors import explain
 from covey.net.host.folders import private_folder

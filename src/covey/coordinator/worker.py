@@ -9,8 +9,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from covey.base import seeds
-from covey.base.config import check_timeout, from_argument, group_config
+from covey.base.config import check_timeout, from_argument, group_config, parse_seed
 from covey.base.errors import ClosedError, ConfigError
 from covey.base.text import printable
 from covey.net.discovery.host_rendezvous import local_address_towards, rendezvous_folder
@@ -79,7 +78,7 @@ class WorkerNodeConfig:
                 continue
             if not isinstance(text, str) or not text.rpartition(":")[2].isdigit():
                 raise ConfigError(f"{what}={text!r} is not an address; write host:port, like 192.168.1.5:29400")
-            seeds.parse(text)
+            parse_seed(text)
         for what, number in (("size", self.size), ("min_size", self.min_size), ("max_size", self.max_size)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise ConfigError(f"{what}={number!r} must be a whole number above 0")
@@ -238,7 +237,7 @@ class WorkerNode:
             tls_key=config.tls_key,
             **from_argument(config.settings or {}),
         )
-        host = seeds.parse(config.coordinator).host
+        host = parse_seed(config.coordinator).host
         security = choose_security(host, PemFiles.of(config.tls_ca, config.tls_cert, config.tls_key), options)
         address, reserved = (config.address, None) if config.address else _reserve(host)
         try:
@@ -323,7 +322,7 @@ def _reserve(coordinator: str) -> tuple[str, socket.socket]:
 
 def _launched(run: str, assigned: pb.Assignment) -> LaunchedRank:
     """Return the rank to join as; the ranks of different rounds do not take each other for their own."""
-    name, first = f"{run}-{assigned.round}", seeds.parse(assigned.address)
+    name, first = f"{run}-{assigned.round}", parse_seed(assigned.address)
     if is_loopback(first.host):
         folder = str(rendezvous_folder(f"{name}-{assigned.address}")) if assigned.size > 1 else ""
         return LaunchedRank(

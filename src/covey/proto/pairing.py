@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.base.pace import Growing
-from covey.wire.owner import SIGNATURE_BYTES, is_signed
 from covey.wire.pairing import (
     CODE_DIGITS,
     PAIRING_NONCE_BYTES,
@@ -41,6 +40,7 @@ from covey.wire.pairing import (
     pairing_objection,
     seal_grant,
 )
+from covey.wire.signed import SIGNATURE_BYTES, is_signed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from covey.base.limits import NAME_LIMIT
+from covey.base.numbers import NAME_LIMIT
 from covey.runtime.recorder import BUCKETS, OperationTotals, RankTraffic, make_recorder
 
 if TYPE_CHECKING:

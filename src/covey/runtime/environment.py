@@ -10,9 +10,8 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.config import check_timeout, split_list
+from covey.base.config import check_timeout, split_list, split_relays, split_seeds
 from covey.base.errors import ConfigError
-from covey.base.seeds import split_relays, split_seeds
 from covey.base.settings import SETTINGS
 from covey.net.discovery.host_rendezvous import RUN_TOKEN_BYTES, rendezvous_folder
 

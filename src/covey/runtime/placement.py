@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, Any
 
-from covey.base import seeds
+from covey.base.config import parse_seed
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_rendezvous import rendezvous_folder
 from covey.runtime.environment import LaunchedRank, is_loopback
@@ -13,7 +13,7 @@ from covey.runtime.environment import LaunchedRank, is_loopback
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from covey.base.seeds import Seed
+    from covey.base.config import Seed
 
 NAMES = ("rank", "address", "peers")
 """The arguments that place a process; `size` goes with them."""
@@ -96,7 +96,7 @@ def _parse(what: str, text: Any) -> Seed:
     if not isinstance(text, str) or not text.rpartition(":")[2].isdigit() or (text.count(":") > 1 and "]" not in text):
         raise ConfigError(forms)
     try:
-        return seeds.parse(text)
+        return parse_seed(text)
     except ConfigError:
         raise ConfigError(forms) from None
 

@@ -13,7 +13,7 @@ import time
 from typing import Any, Final, NamedTuple, Protocol
 
 from covey.base.native import native
-from covey.base.operations import OPERATIONS
+from covey.base.numbers import OPERATIONS
 
 RECORDS: Final = 4096
 """The operations in the ring."""

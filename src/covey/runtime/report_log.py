@@ -18,7 +18,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from covey.base.limits import REPORT_NAME_LETTERS, REPORT_NAMES, REPORT_ROWS
+from covey.base.numbers import REPORT_NAME_LETTERS, REPORT_NAMES, REPORT_ROWS
 from covey.base.text import listed, printable, spell_error
 from covey.net.host.descriptors import explain
 from covey.runtime.counters import process

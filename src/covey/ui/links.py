@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Self
 import msgspec
 
 from covey.base.errors import ConfigError
-from covey.base.formats import NewerFormatError, check_format, newer_file
+from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host.folders import existing, home, private_folder, read_private, write_private
 from covey.net.host.locks import LockHolder
 

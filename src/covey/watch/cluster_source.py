@@ -37,8 +37,8 @@ from covey.watch.asking import (
 )
 from covey.watch.overview import Applicant
 from covey.wire import messages
-from covey.wire.machine import machine_of
 from covey.wire.reports import decode_network
+from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from covey.base.operations import operation_name
+from covey.base.numbers import operation_name
 from covey.base.version import __version__
 from covey.watch import verdict
 from covey.watch.curves import Curves

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from covey.base.operations import operation_name
+from covey.base.numbers import operation_name
 from covey.base.text import listed, listed_briefly, listed_ranks, spell_rate
 from covey.watch.happenings import spell_ms
 from covey.watch.overview import Sentence

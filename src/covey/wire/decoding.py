@@ -1,23 +1,71 @@
-"""Decoding what a peer sent: whatever is wrong with it, the error is the same.
+"""Frames, and decoding what a peer sent: whatever is wrong with it, the error is the same.
 
-A message of a type that this release does not know was sent by a later one. Its number says whether it may be skipped:
-the sender does without an answer to a message of number OPTIONAL_TAGS or above.
+A frame is a length and that many bytes; the length is checked before memory is allocated. A message of a type that this
+release does not know was sent by a later one. Its number says whether it may be skipped: the sender does without an
+answer to a message of number OPTIONAL_TAGS or above.
 """
 
 from __future__ import annotations
 
 import functools
+import struct
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import msgspec
 
 from covey.base.errors import RemoteProtocolError
-from covey.base.formats import check_format
+from covey.base.version import check_format
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from msgspec.msgpack import Decoder
+
+
+LENGTH: Final = struct.Struct("<I")
+HANDSHAKE_LIMIT: Final = 4096
+"""Bytes accepted in a frame from an end that has not proved that it knows the token."""
+CONTROL_LIMIT: Final = 4 << 20
+"""Bytes accepted in a control frame from a member: one that describes all members of the largest view fits."""
+
+
+def frame(body: bytes) -> bytes:
+    """Return `body` with its length in front."""
+    return LENGTH.pack(len(body)) + body
+
+
+class Framer:
+    """Cuts a stream of bytes into frames, however the bytes arrive."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add the next bytes of the stream, and return the frames that they complete.
+
+        Raises:
+            RemoteProtocolError: a frame announces more than the limit.
+        """
+        self._buffer += data
+        frames = []
+        while len(self._buffer) >= LENGTH.size:
+            length = frame_length(self._buffer, self._limit)
+            end = LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            frames.append(bytes(self._buffer[LENGTH.size : end]))
+            del self._buffer[:end]
+        return frames
+
+
+def frame_length(start: bytes | bytearray, limit: int) -> int:
+    """Return the length that a frame's first bytes announce; raise RemoteProtocolError above `limit`."""
+    length: int = LENGTH.unpack_from(start)[0]
+    if length > limit:
+        raise RemoteProtocolError(f"a frame of {length} bytes was announced; the limit is {limit}")
+    return length
+
 
 T = TypeVar("T")
 

@@ -11,6 +11,15 @@ link is bound to the TLS ClientHello that follows, by its hash, and the acceptor
 forward that, too, but only the dialler has the keys that belong to it, so that only the dialler can read the
 certificate that the acceptor sends next. A probe may be bound to a token that is sent later; otherwise the 15 bytes are
 random.
+
+Where TLS is not used, two processes then show each other that they know a run's token. `door` is the challenge and the
+answer just before, with random bytes of both ends:
+
+    dialler  -> acceptor  HMAC(token, "dial", door, hello), hello (with random bytes of its own)
+    acceptor -> dialler   HMAC(token, "accept", door, hello's random bytes, answer), answer
+
+Nothing is parsed before its HMAC was checked, and the token itself is never sent. Connections of lanes prove the secret
+of their lane in the same way.
 """
 
 from __future__ import annotations
@@ -65,3 +74,35 @@ def check(key: bytes, challenge: bytes, given: bytes) -> Purpose:
         return Purpose(said[0])
     except ValueError:
         raise AuthError(f"refused a connection with an unknown purpose, {said[0]}") from None
+
+
+PROOF_BYTES: Final = 32
+
+
+def dial_proof(token: bytes, door: bytes, hello: bytes) -> bytes:
+    """Prove that the sender of `hello` knows the token and passed the door on this connection."""
+    return hmac.digest(token, b"covey/1/dial" + door + hello, "sha256")
+
+
+def accept_proof(token: bytes, door: bytes, nonce: bytes, answer: bytes) -> bytes:
+    """Prove that the sender of `answer` knows the token and answers this hello."""
+    return hmac.digest(token, b"covey/1/accept" + door + nonce + answer, "sha256")
+
+
+def lane_proof(secret: bytes, side: bytes, lane: bytes, stream: int) -> bytes:
+    """Prove that the sender knows the secret of a lane; `side` is `dial` or `accept`."""
+    return hmac.digest(secret, b"covey/1/lane/" + side + lane + bytes((stream,)), "sha256")
+
+
+def resume_proof(secret: bytes, side: bytes, lane: bytes, stream: int, number: int, position: int) -> bytes:
+    """Prove that the sender knows the secret of a lane, and how many bytes of a stream it has, in this try.
+
+    `side` is `dial`, `accept` or `go`.
+    """
+    numbers = bytes((stream,)) + number.to_bytes(8, "big") + position.to_bytes(8, "big")
+    return hmac.digest(secret, b"covey/1/resume/" + side + lane + numbers, "sha256")
+
+
+def proofs_equal(one: bytes, other: bytes) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(one, other)

@@ -13,6 +13,13 @@ needed are zero. What `bytes` counts:
     ACK     how many bytes of the stream of frames have arrived
     RESUME  the same, as the first frame on a connection; it is not part of the stream of frames itself
     END     0: nothing follows
+
+The payload of one kind of message is a list of arrays: their dtypes and shapes, then the elements of each. Arrays that
+are read are views of the memory of the message.
+
+    4 u8, 0 u24, count u32, count x (dtype code u8, ndim u8, 0 u48, ndim x u64), then each array on a multiple of 16
+
+All little-endian; gaps are zero.
 """
 
 from __future__ import annotations
@@ -20,10 +27,17 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from covey.base.arithmetic import DTYPES
-from covey.base.errors import RemoteProtocolError
+import numpy as np
+
+from covey.base.arithmetic import DTYPES, dtype_code
+from covey.base.errors import ConfigError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Array = np.ndarray[Any, np.dtype[Any]]
 
 EAGER: Final = 1
 RTS: Final = 2
@@ -106,3 +120,82 @@ def array_bytes(dtype_code: int, shape: tuple[int, ...]) -> int:
     if math.prod(filter(None, shape)) * itemsize > MAX_BYTES:
         raise RemoteProtocolError(f"no array has shape {shape}")
     return math.prod(shape) * itemsize
+
+
+# Several arrays in one message
+
+ARRAYS_FORM: Final = 4
+"""The first byte, which tells a list of arrays from an encoded object (`wire.objects`)."""
+MAX_ARRAYS: Final = 1 << 16
+_LIST_HEAD: Final = struct.Struct("<B3xI")
+_ENTRY: Final = struct.Struct("<BB6x")
+_ALIGN: Final = 16
+"""No element of a dtype needs more."""
+
+
+def pack_arrays(arrays: Sequence[Array]) -> Array:
+    """Return the bytes of a message with these arrays.
+
+    Raises:
+        ConfigError: there are too many arrays, or one has too many dimensions.
+    """
+    if len(arrays) > MAX_ARRAYS:
+        raise ConfigError(f"a message of {len(arrays)} arrays; it may have up to {MAX_ARRAYS}")
+    parts = [_LIST_HEAD.pack(ARRAYS_FORM, len(arrays))]
+    for array in arrays:
+        if array.ndim > MAX_NDIM:
+            raise ConfigError(f"an array of {array.ndim} dimensions; covey sends up to {MAX_NDIM}")
+        parts += [_ENTRY.pack(dtype_code(array.dtype), array.ndim), struct.pack(f"<{array.ndim}Q", *array.shape)]
+    head = b"".join(parts)
+    starts, end = [], len(head)
+    for array in arrays:
+        starts.append(_aligned(end))
+        end = starts[-1] + array.nbytes
+    message = np.zeros(end, np.uint8)
+    message[: len(head)] = np.frombuffer(head, np.uint8)
+    for start, array in zip(starts, arrays, strict=True):
+        message[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    return message
+
+
+def holds_arrays(data: Array) -> bool:
+    """Tell whether the payload of an object message begins like a list of arrays."""
+    return data.size > 0 and int(data[0]) == ARRAYS_FORM
+
+
+def unpack_arrays(data: Array) -> list[Array]:
+    """Return the arrays of a message, as views of `data`.
+
+    Raises:
+        RemoteProtocolError: `pack_arrays` never made these bytes.
+    """
+    view = memoryview(data)
+    if data.size < _LIST_HEAD.size:
+        raise RemoteProtocolError(f"a list of arrays in {data.size} bytes")
+    form, count = _LIST_HEAD.unpack_from(view)
+    if form != ARRAYS_FORM or count > min(MAX_ARRAYS, (data.size - _LIST_HEAD.size) // _ENTRY.size):
+        raise RemoteProtocolError(f"a list of {count} arrays in {data.size} bytes")
+    shapes, at = [], _LIST_HEAD.size
+    for _ in range(count):
+        if at + _ENTRY.size > data.size:
+            raise RemoteProtocolError("a list of arrays that is cut off")
+        code, ndim = _ENTRY.unpack_from(view, at)
+        at += _ENTRY.size
+        if code >= len(DTYPES) or ndim > MAX_NDIM or at + 8 * ndim > data.size:
+            raise RemoteProtocolError(f"no array has dtype {code} and {ndim} dimensions")
+        shapes.append((code, struct.unpack_from(f"<{ndim}Q", view, at)))
+        at += 8 * ndim
+    arrays = []
+    for code, shape in shapes:
+        start, nbytes = _aligned(at), array_bytes(code, shape)
+        at = start + nbytes
+        if at > data.size:
+            raise RemoteProtocolError(f"{data.size} bytes cannot hold an array of shape {shape}")
+        arrays.append(data[start:at].view(DTYPES[code]).reshape(shape))
+    if at != data.size:
+        raise RemoteProtocolError(f"{data.size - at} bytes follow the last array")
+    return arrays
+
+
+def _aligned(position: int) -> int:
+    return position + -position % _ALIGN

@@ -19,9 +19,9 @@ import msgspec
 
 from covey.base.config import YEAR_SECONDS
 from covey.base.errors import RemoteProtocolError
-from covey.base.limits import MAX_MEMBERS as MAX_MEMBERS
-from covey.base.limits import NAME_LIMIT as NAME_LIMIT
-from covey.base.limits import REASON_LIMIT as REASON_LIMIT
+from covey.base.numbers import MAX_MEMBERS as MAX_MEMBERS
+from covey.base.numbers import NAME_LIMIT as NAME_LIMIT
+from covey.base.numbers import REASON_LIMIT as REASON_LIMIT
 from covey.base.numbers import Seat
 from covey.base.settings import STREAMS_LIMIT
 from covey.base.text import TEXT_LIMIT, printable
@@ -150,7 +150,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     breaks_ties: bool = False
     """Whether it was started as the tie-breaker of its run."""
     machine: Bytes = b""
-    """The first key of its machine, if it is not `id`; see `wire.machine`."""
+    """The first key of its machine, if it is not `id`; see `wire.signed`."""
     endorsement: Bytes = b""
     """The signature of that key over `id`."""
     hardware: Hardware | None = None
@@ -496,7 +496,7 @@ class NewSecret(msgspec.Struct, frozen=True, array_like=True, tag=22):
     grace: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     """Seconds for which the old secret stays valid."""
     signature: Bytes
-    """The owner's signature of `owner.rotation_words` for this receiver."""
+    """The owner's signature of `signed.rotation_words` for this receiver."""
 
     def __repr__(self) -> str:
         return f"NewSecret({self.serial})"
@@ -629,11 +629,11 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, tag=30):
     allowed: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=CHARTER_LIMIT)] | None
     """The only nodes that may be in the cluster. None: all nodes that have the secret and are not denied."""
     signature: Bytes = b""
-    """The owner's signature of `owner.charter_words`."""
+    """The owner's signature of `signed.charter_words`."""
     names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=CHARTER_LIMIT)] = ()
     """The names of the allowed machines, in their order, as the owner approved them; "" for one without a name."""
     names_signature: Bytes = b""
-    """The owner's signature of `owner.names_words`, which earlier releases do not know."""
+    """The owner's signature of `signed.names_words`, which earlier releases do not know."""
 
 
 class Failing(Worded, frozen=True, array_like=True, tag=31):

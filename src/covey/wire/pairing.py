@@ -29,7 +29,7 @@ from covey.base.errors import AuthError
 from covey.base.text import printable
 from covey.wire import pake
 from covey.wire.decoding import read_from_peer
-from covey.wire.owner import SIGNATURE_BYTES, is_signed
+from covey.wire.signed import SIGNATURE_BYTES, is_signed
 from covey.wire.versions import Speaker, Versions, objection
 
 if TYPE_CHECKING:

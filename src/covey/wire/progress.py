@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from covey.base.limits import REPORT_NAME_LETTERS, REPORT_NAMES, REPORT_ROWS
+from covey.base.numbers import REPORT_NAME_LETTERS, REPORT_NAMES, REPORT_ROWS
 from covey.wire.decoding import read_from_peer
 from covey.wire.messages import RANKS_LIMIT, Name, Seconds, Text, Worded
 from covey.wire.reports import PastEvent  # noqa: TC001 - msgspec reads the annotations
@@ -53,7 +53,7 @@ class GroupProgress(Worded, frozen=True, array_like=True):
     sequence: Whole
     """Of the operation that began last; 0 if none has begun."""
     operation: Annotated[int, msgspec.Meta(ge=0, lt=256)]
-    """Its number in `base.operations`."""
+    """Its number in `base.numbers`."""
     is_running: bool
     age_ns: Whole
     """How long the operation in progress runs, or how long ago the last one ended."""

@@ -26,7 +26,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.wire.decoding import read_from_peer
-from covey.wire.owner import is_signed, public_half
+from covey.wire.signed import is_signed, public_half
 from covey.wire.versions import RELEASE_LIMIT, Agreement, Versions, agree, only
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ class FlownOperation(msgspec.Struct, frozen=True, array_like=True):
 
     sequence: Whole
     operation: Annotated[int, msgspec.Meta(ge=0, lt=256)]
-    """Its number in `base.operations`."""
+    """Its number in `base.numbers`."""
     outcome: Annotated[int, msgspec.Meta(ge=0, le=2)]
     """0: it runs; 1: it has returned; 2: it has raised."""
     begun_ns: Whole

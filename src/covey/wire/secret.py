@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from covey.base.config import parse_relay
 from covey.base.errors import ConfigError
-from covey.base.seeds import parse_relay
-from covey.wire.owner import OWNER_BYTES
+from covey.wire.signed import OWNER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ from tests.support.waiting import DEADLINE
 import covey
 from covey.base.config import KNOWN_VARIABLES, GroupConfig, effective_settings, from_argument, from_file, group_config
 from covey.base.errors import ConfigError
-from covey.base.limits import MAX_MEMBERS
+from covey.base.numbers import MAX_MEMBERS
 from covey.base.setting_kinds import ByteCount
 from covey.base.settings import ANY_FILE, SETTINGS, USER_FILE, differences_of
 from covey.runtime.joining.request import OTHER_ARGUMENTS, JoinArguments

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from covey.base.config import parse_relay, split_relays
 from covey.base.errors import ConfigError
-from covey.base.seeds import parse_relay, split_relays
 from covey.cli.relay import describe, listen_at, parse_rate, parse_relay_limit
 from covey.runtime.relaying.server import RelayCounts
 

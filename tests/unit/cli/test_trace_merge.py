@@ -8,7 +8,7 @@ import os
 import msgspec
 import pytest
 
-from covey.base.operations import OPERATIONS
+from covey.base.numbers import OPERATIONS
 from covey.cli.trace.command import latest_of, read_latest, report
 from covey.cli.trace.merge import FAILED, RETURNED, RUNNING, chrome_trace, clock_offsets, merge
 from covey.runtime.keeper.flights import collect
@@ -161,7 +161,7 @@ def test_a_rank_that_wrote_two_files_counts_once() -> None:
 
 
 def test_the_largest_flight_fits_into_a_frame() -> None:
-    from covey.wire.frame import CONTROL_LIMIT
+    from covey.wire.decoding import CONTROL_LIMIT
     from covey.wire.reports import RECORDS_LIMIT
 
     most = (1 << 62) - 1

@@ -18,7 +18,7 @@ from tests.unit.plan.cases import SIZES
 from tools.call_frames import MOST_FRAMES
 
 from covey.agent import environments, jobs, launching, outputs, snapshot
-from covey.base import arithmetic, limits, settings
+from covey.base import arithmetic, numbers, settings
 from covey.base.config import KNOWN_VARIABLES, GroupConfig
 from covey.base.setting_kinds import show_bytes
 from covey.cli import main, run
@@ -72,8 +72,8 @@ from covey.runtime.relaying import server
 from covey.runtime.views import group_limits, losses, process_table
 from covey.wire import (
     checkpoint,
+    decoding,
     door,
-    frame,
     header,
     lineage,
     manifest,
@@ -185,9 +185,9 @@ HELD = {
         f"the shortest time of {size_class.DRIFT_CALLS} calls",
         f"changed by a factor of {spelled(size_class.CHANGE)}, the ranks measure",
         f"tells all members {times(1 / leader.PULSE_EVERY)} a second that it leads",
-        f"A run has up to {limits.MAX_MEMBERS:,} members",
+        f"A run has up to {numbers.MAX_MEMBERS:,} members",
         f"a rule of its own from {proposals.TELL_ALL + 1} members on",
-        f"A control message may have {size(frame.CONTROL_LIMIT)}",
+        f"A control message may have {size(decoding.CONTROL_LIMIT)}",
         f"told to commands for up to {measured.NETWORK_LIMIT} ranks",
         f"leaves waits up to a {every(member_node.GOODBYE_SECONDS)} for links",
         f"waits up to {failure.CAUSE_SECONDS:g} s for that reason",
@@ -431,9 +431,9 @@ HELD = {
     "docs/guides/operations.md": (
         f"has {size(2 * SET.ring_bytes)} of shared memory (`ring_bytes`, in each direction)",
         f"large sums of up to {choose.DIRECT_RANKS} ranks that share memory",
-        f"A run has up to {limits.MAX_MEMBERS:,} ranks with",
-        f"open groups up to {group_limits.OPEN_RANKS:,} ranks in all: {group_limits.OPEN_RANKS // limits.MAX_MEMBERS} "
-        f"groups of {limits.MAX_MEMBERS:,}",
+        f"A run has up to {numbers.MAX_MEMBERS:,} ranks with",
+        f"open groups up to {group_limits.OPEN_RANKS:,} ranks in all: {group_limits.OPEN_RANKS // numbers.MAX_MEMBERS} "
+        f"groups of {numbers.MAX_MEMBERS:,}",
         f"| {settings.PORTS[0]} to {settings.PORTS[-1]} | TCP |",
         f"| {responder._PORT} | UDP, multicast |",
         f"`MASTER_PORT` + {environment.PORT_OFFSET} ({environment.MASTER_PORT + environment.PORT_OFFSET}) | TCP",

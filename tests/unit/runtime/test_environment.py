@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from covey.base.config import GroupConfig
+from covey.base.config import GroupConfig, split_seeds
 from covey.base.errors import ConfigError
-from covey.base.seeds import split_seeds
 from covey.net.keys import clusters
 from covey.runtime import environment as environment_module
 from covey.runtime.environment import ClusterOptions, LaunchedRank, WantedRun, find_launched_rank, find_run, is_loopback
 from covey.runtime.joining.bootstrap import join_at
-from covey.runtime.peers.search import parse_seed
+from covey.runtime.peers.search import seed_addresses
 from covey.wire.messages import Address
 from covey.wire.secret import ClusterSecret
 
@@ -501,7 +500,7 @@ def test_the_secret_leaves_the_environment_and_is_remembered() -> None:
     ],
 )
 def test_a_seed_is_an_address_and_a_port_that_can_be_guessed(seed: str, address: tuple[str, int]) -> None:
-    assert parse_seed(seed) == (Address(*address),)
+    assert seed_addresses(seed) == (Address(*address),)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from tests.support.waiting import DEADLINE
 
-from covey.base.limits import REPORT_NAMES, REPORT_ROWS
-from covey.base.numbers import Seat
+from covey.base.numbers import REPORT_NAMES, REPORT_ROWS, Seat
 from covey.runtime.counters import GroupCounters, process
 from covey.runtime.events import Events
 from covey.runtime.report_log import ReportLog

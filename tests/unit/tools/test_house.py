@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 PACKAGE = {
     "__init__.py": '"""The face."""\n',
-    "base/limits.py": "from typing import Final, TypeVar\n\nT = TypeVar('T')\nLOOK: Final = 1.0\nFEW, MANY = 1, 2\n",
+    "base/numbers.py": "from typing import Final, TypeVar\n\nT = TypeVar('T')\nLOOK: Final = 1.0\nFEW, MANY = 1, 2\n",
     "runtime/__init__.py": '"""A layer."""\n',
     "runtime/joining/node.py": """
 from typing import TYPE_CHECKING, TypeVar
@@ -66,14 +66,14 @@ def test_each_figure_of_a_small_package_is_right(modules: list[house.Module]) ->
     found = house.figures(modules)
     members = [f"runtime/joining/{name}.py" for name in ("lanes", "node", "peers", "store")]
     assert found["modules"] == 8
-    assert found["slivers"] == ["base/limits.py", "runtime/group/group.py", *members]
+    assert found["slivers"] == ["base/numbers.py", "runtime/group/group.py", *members]
     assert found["median_function_lines"] == 1
     assert found["import_share"] == round(8 / sum(text.count("\n") for text in PACKAGE.values()), 4)
     assert found["knots"] == {"runtime/joining": [members]}
     assert found["takers"]["Node"] == ["runtime/joining/lanes.py:Lanes", "runtime/joining/peers.py:Peers"]
     assert found["takers"]["Engine"] == []
     assert found["classes_twice"] == {"Ended": members[2:], "Node": [members[1], members[3]]}
-    assert found["constants_twice"] == {"LOOK": ["base/limits.py", "runtime/joining/node.py"]}
+    assert found["constants_twice"] == {"LOOK": ["base/numbers.py", "runtime/joining/node.py"]}
     assert found["long_calls"] == {"runtime/joining/node.py:9 one": 13}
     assert found["large_classes"] == {"runtime/group/group.py:Group": 30}
     assert found["rooms"]["runtime/joining"]["modules"] == 4

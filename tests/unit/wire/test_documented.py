@@ -30,18 +30,17 @@ from covey.wire import (
     beacon,
     calls,
     checkpoint,
+    decoding,
     door,
     formation,
-    frame,
     header,
     lineage,
     membership,
     messages,
-    owner,
     pairing,
-    proofs,
     relay,
     seal,
+    signed,
     store,
 )
 from covey.wire import message_header as framed
@@ -181,7 +180,7 @@ def test_the_header_of_a_transfer_has_the_documented_bytes() -> None:
     rows = table("Transfers of collectives", "bytes")
     sizes = [int(row[0]) for row in rows]
     assert sum(sizes) == header.HEADER_BYTES == 64
-    formats = (header.HEADER_PREFIX, header.HEADER_SUFFIX, frame.LENGTH, seal.RECORD_LENGTH, framed._FIXED)
+    formats = (header.HEADER_PREFIX, header.HEADER_SUFFIX, decoding.LENGTH, seal.RECORD_LENGTH, framed._FIXED)
     assert {each.format[0] for each in formats} == {"<"}, "numbers are little-endian"
     codes = re.findall(
         r"\d*[a-zA-Z]", header.HEADER_PREFIX.format.replace("xxx", "3x") + header.HEADER_SUFFIX.format.lstrip("<")
@@ -263,9 +262,10 @@ NUMBERS = (
     "purpose (" + ", ".join(f"{int(purpose)} {purpose.name.lower()}" for purpose in door.Purpose) + ")",
     f"{door.BOUND_BYTES} bytes B",
     f'"{door._LABEL.decode()}" C purpose B',
-    f"both are limited to {frame.HANDSHAKE_LIMIT} bytes",
+    f"both are limited to {decoding.HANDSHAKE_LIMIT} bytes",
     f"The handshake has {link.HANDSHAKE_SECONDS:.0f} s",
-    f"A frame is a length ({frame.LENGTH.size} bytes) and a msgpack message (at most {frame.CONTROL_LIMIT >> 20} MiB)",
+    f"A frame is a length ({decoding.LENGTH.size} bytes) and a msgpack message "
+    f"(at most {decoding.CONTROL_LIMIT >> 20} MiB)",
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",
     f"up to {TEXT_LIMIT} characters (calls and first causes {8 * TEXT_LIMIT})",
@@ -320,10 +320,10 @@ def test_labels_of_proofs_are_as_written() -> None:
         return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
 
     token, said, nonce, lane = b"t" * 32, b"d" * 64, b"n" * 32, b"l" * 16
-    assert proofs.dial_proof(token, said, b"hello") == mac(token, b"covey/1/dial", said, b"hello")
-    assert proofs.accept_proof(token, said, nonce, b"answer") == mac(token, b"covey/1/accept", said, nonce, b"answer")
+    assert door.dial_proof(token, said, b"hello") == mac(token, b"covey/1/dial", said, b"hello")
+    assert door.accept_proof(token, said, nonce, b"answer") == mac(token, b"covey/1/accept", said, nonce, b"answer")
     for side in (b"dial", b"accept"):
-        assert proofs.lane_proof(token, side, lane, 3) == mac(token, b"covey/1/lane/", side, lane, b"\x03")
+        assert door.lane_proof(token, side, lane, 3) == mac(token, b"covey/1/lane/", side, lane, b"\x03")
         assert f'"covey/1/lane/{side.decode()}" id stream' in WORDS
     bound = door.bind(b"client hello")
     assert bound == hashlib.sha256(b"client hello").digest()[:15]
@@ -356,13 +356,13 @@ def test_the_owner_signs_the_documented_words() -> None:
     new, old, receiver, denied = b"n" * 32, b"o" * 32, b"r" * 32, (b"d" * 32, b"e" * 32)
     words = measured(b"covey/1/owner/rotation") + measured(b"home") + (7).to_bytes(8, "big") + (600).to_bytes(4, "big")
     words += hashlib.sha256(new).digest() + hashlib.sha256(old).digest() + measured(receiver)
-    assert owner.rotation_words("home", 7, 600, new, old, receiver) == words
+    assert signed.rotation_words("home", 7, 600, new, old, receiver) == words
     charter = measured(b"covey/1/owner/charter") + measured(b"home") + (8).to_bytes(8, "big") + measured(b"otter")
     charter += measured(b"".join(map(measured, denied)))
-    assert owner.charter_words("home", messages.Charter(8, "otter", denied, None)) == charter
+    assert signed.charter_words("home", messages.Charter(8, "otter", denied, None)) == charter
     allowed = measured(measured(receiver))
-    assert owner.charter_words("home", messages.Charter(8, "otter", denied, (receiver,))) == charter + allowed
+    assert signed.charter_words("home", messages.Charter(8, "otter", denied, (receiver,))) == charter + allowed
     named = messages.Charter(8, "otter", denied, (receiver, old), names=("north-aaaa", ""))
     pairs = measured(receiver) + measured(b"north-aaaa") + measured(old) + measured(b"")
     names = measured(b"covey/1/owner/names") + measured(b"home") + (8).to_bytes(8, "big") + measured(pairs)
-    assert owner.names_words("home", named) == names
+    assert signed.names_words("home", named) == names

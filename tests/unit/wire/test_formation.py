@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.wire import formation as wire
+from covey.wire.decoding import CONTROL_LIMIT
 from covey.wire.formation import Answer, FoundingMember, Here, Outcome, Phase, Propose, Row, Standing, Terms
-from covey.wire.frame import CONTROL_LIMIT
 
 TERMS = Terms("a run", "train.py", None, 2, 8, "1", "auto")
 WIDE = "\N{GRINNING FACE}"  # four bytes

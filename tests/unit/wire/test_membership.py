@@ -11,8 +11,8 @@ from tests.support.in_turn import in_turn
 
 from covey.base.errors import RemoteProtocolError
 from covey.wire import membership as wire
+from covey.wire.decoding import CONTROL_LIMIT
 from covey.wire.formation import MAX_MEMBERS
-from covey.wire.frame import CONTROL_LIMIT
 from covey.wire.membership import Bound, Fate, MemberKey, Promise, Record, State, Verdict, View
 
 RUN = b"l" * 16

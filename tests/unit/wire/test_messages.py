@@ -13,7 +13,7 @@ from tests.support.seeds import examples
 from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.wire import messages, reports
-from covey.wire.frame import CONTROL_LIMIT, HANDSHAKE_LIMIT
+from covey.wire.decoding import CONTROL_LIMIT, HANDSHAKE_LIMIT
 
 ADDRESSES = (messages.Address("10.0.0.7", 47700, "eth0"), messages.Address("fe80::7", 47700, "eth0"))
 CONTACT = messages.Contact("boot:net:0", ADDRESSES, "/run/3")

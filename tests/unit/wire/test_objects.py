@@ -1,3 +1,5 @@
+"""None"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,6 +11,7 @@ import struct
 import uuid
 from typing import Any
 
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from tests.support.seeds import examples
 
 from covey.base.arithmetic import BFLOAT16, DTYPES
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
-from covey.wire import objects
+from covey.wire import message_header, objects
 
 unhurried = settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """A busy machine is no failure."""
@@ -315,3 +318,73 @@ def test_flipping_bytes_of_a_valid_object_never_does_worse_than_a_protocol_error
     for at in data.draw(st.lists(st.integers(1, len(valid) - 1), max_size=4)):
         valid[at] = data.draw(st.integers(0, 255))
     decodes_or_is_refused(bytes(valid[: data.draw(st.integers(0, len(valid)))]))
+
+
+ARRAYS: list[Any] = [
+    np.arange(6, dtype=np.int16).reshape(2, 3),
+    np.array(2.5),
+    np.empty((0, 4), np.complex128),
+    np.arange(5, dtype=np.float32).astype(ml_dtypes.bfloat16),
+    np.array([True, False, True]),
+    np.arange(20.0)[::3],
+]
+
+
+@pytest.mark.parametrize("count", range(len(ARRAYS) + 1))
+def test_arrays_come_back_as_they_were(count: int) -> None:
+    message = message_header.pack_arrays(ARRAYS[:count])
+    assert message_header.holds_arrays(message)
+    found = message_header.unpack_arrays(message)
+    assert len(found) == count
+    for got, expected in zip(found, ARRAYS, strict=False):
+        assert (got.dtype, got.shape, got.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+        assert got.flags.aligned
+        assert np.may_share_memory(got, message) or not got.size
+
+
+def test_no_shorter_or_longer_message_is_read() -> None:
+    message = message_header.pack_arrays(ARRAYS)
+    for length in range(message.size):
+        with pytest.raises(RemoteProtocolError):
+            message_header.unpack_arrays(message[:length])
+    with pytest.raises(RemoteProtocolError, match="1 bytes follow"):
+        message_header.unpack_arrays(np.append(message, np.uint8(0)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("<B3xI", 4, 1 << 31),
+        struct.pack("<B3xI", 5, 0),
+        struct.pack("<B3xIBB6x", 4, 1, 200, 0),
+        struct.pack("<B3xIBB6x", 4, 1, 0, 33),
+        struct.pack("<B3xIBB6x", 4, 1, 0, 1),
+        struct.pack("<B3xIBB6x2Q", 4, 1, 0, 2, 1 << 62, 1 << 62),
+        struct.pack("<B3xIBB6xQ", 4, 1, 0, 1, 1 << 40),
+        struct.pack("<B3xIBB6xQBB6x", 4, 3, 0, 1, 0, 0, 0),
+    ],
+)
+def test_claims_that_cannot_be_are_refused_before_memory_is_used(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        message_header.unpack_arrays(np.frombuffer(data, np.uint8))
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(ConfigError, match="up to 65536"):
+        message_header.pack_arrays([np.empty(0)] * 65537)
+
+
+def test_it_is_no_object() -> None:
+    with pytest.raises(RemoteProtocolError, match="not an encoded object"):
+        objects.decode(message_header.pack_arrays(ARRAYS[:1]).tobytes())
+    assert not message_header.holds_arrays(np.frombuffer(objects.encode([1]), np.uint8))
+
+
+def test_the_first_byte_tells_the_forms_of_a_payload_apart() -> None:
+    forms = [
+        objects.encode([1]),
+        objects.encode({1, 2}, allow_pickle=True),
+        objects.encode_failure("why"),
+        message_header.pack_arrays(ARRAYS[:1]).tobytes(),
+    ]
+    assert [form[0] for form in forms] == [1, 2, 3, 4]

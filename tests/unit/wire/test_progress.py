@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from covey.base.errors import RemoteProtocolError
-from covey.base.limits import REPORT_ROWS
+from covey.base.numbers import REPORT_ROWS
 from covey.wire.progress import (
     BYTES_LIMIT,
     EVENTS_LIMIT,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from covey.wire.frame import LENGTH, frame
+from covey.wire.decoding import LENGTH, frame
 from covey.wire.relay import (
     LISTED_TOKENS_LIMIT,
     RELAY_LIMIT,

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from covey.base.config import group_config
+from covey.base.config import group_config, split_seeds
 from covey.base.errors import ConfigError, DeadlineError
-from covey.base.seeds import split_seeds
 from covey.cli.doctor.facts import Facts
 from covey.cli.doctor.findings import findings
 from covey.cli.doctor.machine import examine_machine, known_part

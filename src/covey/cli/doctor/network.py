@@ -22,7 +22,7 @@ from covey.runtime.links.handshake import SILENCE, spell
 from covey.runtime.links.probe import PROBE_SECONDS, Sounding, sound, sound_each, throughput
 from covey.runtime.loop import aside
 from covey.runtime.peers.reach import NOT_TRIED, TOO_OFTEN
-from covey.runtime.peers.search import parse_seed
+from covey.runtime.peers.search import seed_addresses
 from covey.runtime.peers.visit import visiting
 from covey.wire import messages
 
@@ -157,7 +157,7 @@ class NodeSearch:
         async def try_one(seed: str) -> str:
             try:
                 async with asyncio.timeout(PROBE_SECONDS):
-                    addresses = await aside(parse_seed, seed)
+                    addresses = await aside(seed_addresses, seed)
                 is_here = any(each.ip in ("127.0.0.1", "::1") for each in addresses)
                 found = await sound_each(addresses, self._own, mesh.endpoint.credentials, same_host=is_here)
             except (OSError, CoveyError) as error:  # TimeoutError, too

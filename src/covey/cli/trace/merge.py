@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from covey.base.operations import operation_name
+from covey.base.numbers import operation_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -6,7 +6,7 @@ import timeit
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.native import native
-from covey.base.operations import OPERATIONS
+from covey.base.numbers import OPERATIONS
 from covey.cli.layout import Column
 from covey.cli.terminal import FittedTable
 from covey.runtime.counters import GroupCounters, process

@@ -33,22 +33,19 @@ from covey.lab.fuzz.values import Maker
 from covey.net.discovery import sieve
 from covey.net.discovery.responder import InterfaceResponder
 from covey.wire import (
-    array_list,
     beacon,
+    decoding,
     door,
-    frame,
     header,
-    machine,
     message_header,
     messages,
     objects,
-    owner,
     pake,
     port_mapping,
-    proofs,
     quic,
     seal,
     secret,
+    signed,
 )
 from covey.wire.manifest import STATE_TAG_BYTES, Manifest, ManifestEntry
 
@@ -217,16 +214,16 @@ def _read_limits(data: bytes) -> int:
 
 
 def _cut_frames(data: bytes) -> list[bytes]:
-    framer, frames = frame.Framer(FRAME_LIMIT), []
+    framer, frames = decoding.Framer(FRAME_LIMIT), []
     for at in range(0, len(data), 7):
         frames += framer.feed(data[at : at + 7])
-        assert len(framer._buffer) <= FRAME_LIMIT + frame.LENGTH.size + 7, "a frame is kept beyond the limit"
+        assert len(framer._buffer) <= FRAME_LIMIT + decoding.LENGTH.size + 7, "a frame is kept beyond the limit"
     return frames
 
 
 def _frame_seeds() -> list[bytes]:
     bodies = [b"", b"one", bytes(FRAME_LIMIT), bytes(FRAME_LIMIT + 1)]
-    return [*map(frame.frame, bodies), b"".join(map(frame.frame, bodies[:3])), frame.frame(b"cut off")[:-3]]
+    return [*map(decoding.frame, bodies), b"".join(map(decoding.frame, bodies[:3])), decoding.frame(b"cut off")[:-3]]
 
 
 def _header_seeds() -> list[bytes]:
@@ -291,12 +288,12 @@ def _write_answer(purpose: door.Purpose) -> bytes:
 
 def _signature_seeds() -> list[bytes]:
     key = Ed25519PrivateKey.from_private_bytes(KEY)
-    return [owner.public_half(key) + key.sign(b"words"), bytes(96), KEY + bytes(64), KEY, b""]
+    return [signed.public_half(key) + key.sign(b"words"), bytes(96), KEY + bytes(64), KEY, b""]
 
 
 def _read_machine(data: bytes) -> list[bytes]:
     """Return the machine of each card."""
-    return [machine.machine_of(card) for card in messages.decode_cards(data)]
+    return [signed.machine_of(card) for card in messages.decode_cards(data)]
 
 
 def _machine_seeds() -> list[bytes]:
@@ -305,20 +302,20 @@ def _machine_seeds() -> list[bytes]:
         values.valid(values.variants(tuple[messages.Card])[0], MAKER, messages.decode_cards)
     )
     plain = msgspec.structs.replace(card, machine=b"", endorsement=b"")
-    signed = key.sign(machine.machine_words(card.id))
-    endorsed = msgspec.structs.replace(card, machine=owner.public_half(key), endorsement=signed)
+    endorsement = key.sign(signed.machine_words(card.id))
+    endorsed = msgspec.structs.replace(card, machine=signed.public_half(key), endorsement=endorsement)
     forged = msgspec.structs.replace(endorsed, endorsement=bytes(64))
     return [msgspec.msgpack.encode([each]) for each in (plain, endorsed, forged)]
 
 
 def _read_proof(data: bytes) -> bool:
-    proof, said = data[: proofs.PROOF_BYTES], data[proofs.PROOF_BYTES :]
+    proof, said = data[: door.PROOF_BYTES], data[door.PROOF_BYTES :]
     made = [
-        proofs.dial_proof(KEY, CHALLENGE, said),
-        proofs.accept_proof(KEY, CHALLENGE, LANE, said),
-        proofs.lane_proof(KEY, b"dial", LANE, 1),
+        door.dial_proof(KEY, CHALLENGE, said),
+        door.accept_proof(KEY, CHALLENGE, LANE, said),
+        door.lane_proof(KEY, b"dial", LANE, 1),
     ]
-    return any(proofs.proofs_equal(each, proof) for each in made)
+    return any(door.proofs_equal(each, proof) for each in made)
 
 
 def _open_records(data: bytes) -> list[bytes]:
@@ -571,7 +568,7 @@ def _join_code_seeds() -> list[bytes]:
     wrong = [b"\x04HOME" + KEY, b"\x04home", b"", b"\xff", start + b"\x05", start + four[:-1], start + four * 9]
     zero_port = start + four[:-2] + bytes(2)
     texts = [good, good[:-2], good[:9], good + "0", "covey1-", "else", good.replace(good[-1], "u"), *map(code, wrong)]
-    of = bytes((secret._OWNER,)) + bytes(owner.OWNER_BYTES)
+    of = bytes((secret._OWNER,)) + bytes(signed.OWNER_BYTES)
     owned = [code(start + of), code(start + of[:-1]), code(start + of + four)]
     relay = b"\x02\x07a.b.com\xba\x4a"
     bad_relays = [relay[:-1], relay * 3, b"\x02\xff" + bytes(300)[:100], b"\x02\x01-\x00\x01", relay[:-2] + bytes(2)]
@@ -584,20 +581,21 @@ def _join_code_seeds() -> list[bytes]:
 
 def _read_arrays(data: bytes) -> list[tuple[str, tuple[int, ...], bytes]]:
     """Return what is in a list of arrays, in a form that can be compared."""
-    return [(each.dtype.name, each.shape, each.tobytes()) for each in array_list.unpack(np.frombuffer(data, np.uint8))]
+    arrays = message_header.unpack_arrays(np.frombuffer(data, np.uint8))
+    return [(each.dtype.name, each.shape, each.tobytes()) for each in arrays]
 
 
 def _write_arrays(read: list[tuple[str, tuple[int, ...], bytes]]) -> bytes:
     dtypes = {dtype.name: dtype for dtype in DTYPES}
     arrays = [np.frombuffer(content, dtypes[name]).reshape(shape) for name, shape, content in read]
-    return bytes(array_list.pack(arrays))
+    return bytes(message_header.pack_arrays(arrays))
 
 
 def _array_seeds() -> list[bytes]:
     arrays: list[Any] = [np.arange(6, dtype=np.int16).reshape(2, 3), np.array(2.5), np.empty((0, 4), np.complex128)]
-    packed = [bytes(array_list.pack(arrays[:count])) for count in range(4)]
-    head = struct.pack("<B3xIBB6x", array_list.FORM, 1, 0, 1)
-    cut = struct.pack("<B3xIBB6x2Q", array_list.FORM, 2, 0, 2, 0, 0)
+    packed = [bytes(message_header.pack_arrays(arrays[:count])) for count in range(4)]
+    head = struct.pack("<B3xIBB6x", message_header.ARRAYS_FORM, 1, 0, 1)
+    cut = struct.pack("<B3xIBB6x2Q", message_header.ARRAYS_FORM, 2, 0, 2, 0, 0)
     return [*packed, b"", packed[3] + b"\0", head, head + struct.pack("<Q", 1 << 40), cut]
 
 
@@ -652,7 +650,7 @@ BY_HAND: Final = (
         name="frames",
         read=_cut_frames,
         promised=(RemoteProtocolError,),
-        write=lambda frames: b"".join(map(frame.frame, frames)),
+        write=lambda frames: b"".join(map(decoding.frame, frames)),
         seeds=_frame_seeds,
     ),
     Target(
@@ -697,11 +695,11 @@ BY_HAND: Final = (
         read=_read_proof,
         promised=(),
         write=None,
-        seeds=lambda: [proofs.dial_proof(KEY, CHALLENGE, b"hello") + b"hello"],
+        seeds=lambda: [door.dial_proof(KEY, CHALLENGE, b"hello") + b"hello"],
     ),
     Target(
         name="signatures",
-        read=lambda data: owner.is_signed(data[:32], b"words", data[32:]),
+        read=lambda data: signed.is_signed(data[:32], b"words", data[32:]),
         promised=(),
         write=None,
         seeds=_signature_seeds,

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from covey.base.errors import ConfigError
-from covey.base.formats import NewerFormatError, check_format, newer_file
 from covey.base.text import printable
+from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host.descriptors import explain
 from covey.net.host.folders import check_private, existing, home, private_folder
 from covey.net.host.locks import only_one

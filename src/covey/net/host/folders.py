@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, CoveyError
-from covey.base.formats import NewerFormatError, check_format, newer_file
+from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host.descriptors import explain, with_the_spare
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
-from covey.base.formats import NewerFormatError, newer_file
+from covey.base.version import NewerFormatError, newer_file
 from covey.net.host import folders
 from covey.net.host.locks import only_one
 from covey.wire.saved_figures import MAX_FIGURES, SavedFigures, decode_saved_figures, encode_saved_figures

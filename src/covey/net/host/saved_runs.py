@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import msgspec
 
 from covey.base.errors import ConfigError
-from covey.base.formats import NewerFormatError, check_format, newer_file
 from covey.base.settings import SETTINGS
 from covey.base.text import printable
+from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host import folders
 from covey.net.host.locks import LockHolder
 from covey.net.host.saved_output import KEEPER, NO_RANK, SavedOutput, log_bytes, logs_in, remove_log

@@ -1,7 +1,7 @@
 """Which nodes may be in a cluster: by the owner's charter for all members, and by this machine's own list.
 
 A `Charter` lists denied nodes, and optionally the only allowed ones. It is stored in the cluster's file, and running
-members pass it on. Lists name a machine by its first key (`wire.machine`), or a single node by its own key.
+members pass it on. Lists name a machine by its first key (`wire.signed`), or a single node by its own key.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import msgspec
 from covey.base.errors import AuthError, ConfigError
 from covey.net.keys import clusters
 from covey.net.keys.identity import node_name, own_machine, short_id
-from covey.wire.machine import machine_of
 from covey.wire.messages import CHARTER_LIMIT, Charter
-from covey.wire.owner import charter_words, has_signed_names, is_signed, names_words
+from covey.wire.signed import charter_words, has_signed_names, is_signed, machine_of, names_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -22,7 +22,7 @@ from covey.base.errors import ConfigError
 from covey.net.host.descriptors import explain
 from covey.net.host.folders import existing, home, key_words, private_folder, read_private, write_private
 from covey.net.host.locks import LockHolder, only_one, try_lock
-from covey.wire.machine import machine_words
+from covey.wire.signed import machine_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,8 +16,8 @@ from covey.net.host.folders import key_words, sync_folder, write_private
 from covey.net.keys import clusters
 from covey.net.keys.clusters import cluster_path, made_folder
 from covey.wire.messages import NewSecret
-from covey.wire.owner import is_signed, public_half, rotation_words
 from covey.wire.secret import KEY_BYTES, ClusterSecret
+from covey.wire.signed import is_signed, public_half, rotation_words
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,6 +1,6 @@
 """The machines to which this one sends files and programs: told by the owner's charter, or by the person here.
 
-A machine is its first key (`wire.machine`). A name is bound to that key when the machine is trusted; what one of its
+A machine is its first key (`wire.signed`). A name is bound to that key when the machine is trusted; what one of its
 nodes calls itself later decides nothing. What the person said is in `trusted.json` in covey's folder, by cluster.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from covey.base.errors import ConfigError
-from covey.base.formats import NewerFormatError, check_format, newer_file
+from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host.folders import existing, home, read_private, write_private
 from covey.net.host.locks import only_one
 from covey.net.keys import charter

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.arithmetic import DTYPES
-from covey.base.operations import OPERATIONS, operation_name
+from covey.base.numbers import OPERATIONS, operation_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

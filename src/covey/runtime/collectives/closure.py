@@ -10,8 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from covey.base.numbers import Rank
-from covey.base.operations import OPERATIONS
+from covey.base.numbers import OPERATIONS, Rank
 from covey.runtime import loop as control
 from covey.runtime.collectives.failure import CAUSE_SECONDS
 from covey.runtime.collectives.stalls import COMPARE_SECONDS

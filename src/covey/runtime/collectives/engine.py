@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from covey.base.config import check_timeout
 from covey.base.errors import BusyError, ClosedError
-from covey.base.numbers import NO_RANK, Rank, Seat
-from covey.base.operations import OPERATIONS
+from covey.base.numbers import NO_RANK, OPERATIONS, Rank, Seat
 from covey.net.host.descriptors import explained
 from covey.plan.choose import PlanSizes
 from covey.runtime.bell import Bell

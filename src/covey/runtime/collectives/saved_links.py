@@ -22,9 +22,9 @@ from covey.net.host.saved_figures import OLDEST_SECONDS, is_recent, keep_figures
 from covey.plan.measurement import steps
 from covey.plan.network import Flow
 from covey.runtime.collectives.link_probes import ROUND_TRIP, MeasuredLinks
-from covey.wire.machine import machine_of
 from covey.wire.reports import NETWORK_LIMIT, MeasuredNetwork, NetworkMember
 from covey.wire.saved_figures import FASTEST, LONGEST_TRIP, SLOWEST, SavedFigure
+from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from covey.plan.network import Network
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.roster import GroupNode
-    from covey.wire.machine import Endorsed
+    from covey.wire.signed import Endorsed
 
 logger = logging.getLogger("covey")
 

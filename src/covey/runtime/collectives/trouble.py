@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from covey.base.errors import RemoteProtocolError
-from covey.base.operations import operation_name
+from covey.base.numbers import operation_name
 from covey.runtime.collectives.stalls import COMPARE_ROUND_SECONDS, COMPARE_SECONDS
 from covey.runtime.fault import Fault
 from covey.wire.header import unpack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from covey.base.limits import REASON_LIMIT
+from covey.base.numbers import REASON_LIMIT
 from covey.base.text import printable
 
 

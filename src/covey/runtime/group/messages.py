@@ -14,7 +14,7 @@ from covey.base.numbers import ANY
 from covey.net.host.descriptors import explained
 from covey.runtime.buffers import BYTES, Operand, readable, writable
 from covey.runtime.group.issuer import whole_number
-from covey.wire import array_list
+from covey.wire import message_header
 
 if TYPE_CHECKING:
     import builtins
@@ -343,7 +343,7 @@ class Messages:
         objects.check_allowed(allow_pickle)
 
         def finish(message: Any) -> Any:
-            if not message.is_object or array_list.is_packed(message.data):
+            if not message.is_object or message_header.holds_arrays(message.data):
                 raise MismatchError(f"rank {message.source} sent an array with tag {message.tag}; use recv")
             try:
                 return objects.decode(message.data.tobytes(), type=type, allow_pickle=allow_pickle)
@@ -424,7 +424,7 @@ def _payload(x: Any) -> tuple[Array, int, tuple[int, ...], bool]:
     is_list = isinstance(x, list | tuple) and not isinstance(x, Operand)
     if is_list and any(_is_array(each) for each in x):
         arrays = [operand.load().reshape(operand.shape) for operand in map(readable, x)]
-        data = array_list.pack(arrays)
+        data = message_header.pack_arrays(arrays)
         return data, BYTES, data.shape, True
     operand = readable(x)
     return operand.load().view(np.uint8), operand.code, operand.shape, False
@@ -439,10 +439,10 @@ def _finisher(out: Any, target: Operand | None) -> Callable[[Any], Any]:
 
     def finish(message: Any) -> Any:
         if message.is_object:
-            if message.data is None or not array_list.is_packed(message.data):
+            if message.data is None or not message_header.holds_arrays(message.data):
                 raise MismatchError(f"rank {message.source} sent an object with tag {message.tag}; use recv_object")
             try:
-                return array_list.unpack(message.data)
+                return message_header.unpack_arrays(message.data)
             except RemoteProtocolError as error:
                 raise RemoteProtocolError(f"rank {message.source} sent arrays that cannot be used: {error}") from error
         if target is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from covey.base.operations import operation_name
+from covey.base.numbers import operation_name
 from covey.runtime.metrics.samples import communication_share
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final, Unpack
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
-from covey.base.limits import MAX_MEMBERS
-from covey.base.numbers import Seat
+from covey.base.numbers import MAX_MEMBERS, Seat
 from covey.net.host.descriptors import explained
 from covey.net.host.settings_files import effective_environment
 from covey.runtime import shutdown, tracebacks

@@ -11,7 +11,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
-from covey.base.formats import NewerFormatError, newer_file
+from covey.base.version import NewerFormatError, newer_file
 from covey.net.host import folders
 from covey.net.host.locks import only_one
 from covey.proto.lineages import Lineages, merge

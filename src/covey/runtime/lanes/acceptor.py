@@ -20,7 +20,7 @@ from covey.runtime.lanes.dialler import LANE_BYTES, ONE_STREAM, OTHER_END_DIALS,
 from covey.runtime.lanes.table import PURPOSES, REPLACEMENT, lane_key
 from covey.runtime.links.handshake import receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
-from covey.wire import messages, proofs
+from covey.wire import door, messages
 
 if TYPE_CHECKING:
     import socket
@@ -146,7 +146,7 @@ class LaneAcceptor:
         socks = [sock]
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                claim = await receive_exactly(sock, LANE_BYTES + 1 + proofs.PROOF_BYTES)
+                claim = await receive_exactly(sock, LANE_BYTES + 1 + door.PROOF_BYTES)
                 lane, stream, proof = claim[:LANE_BYTES], claim[LANE_BYTES], claim[LANE_BYTES + 1 :]
                 if self._resumption.is_claimed(stream):
                     await self._resumption.claim(sock, lane, stream, proof)
@@ -173,9 +173,9 @@ class LaneAcceptor:
         if expected is None or stream >= expected.offer.streams or stream in expected.socks:
             raise ConnectError("a connection claimed a lane that is not expected")
         secret = expected.offer.secret
-        if not proofs.proofs_equal(proof, proofs.lane_proof(secret, b"dial", lane, stream)):
+        if not door.proofs_equal(proof, door.lane_proof(secret, b"dial", lane, stream)):
             raise ConnectError("a connection claimed a lane without its key")
-        answer = proofs.lane_proof(secret, b"accept", lane, stream)
+        answer = door.lane_proof(secret, b"accept", lane, stream)
         await asyncio.get_running_loop().sock_sendall(sock, answer)
         if self._expected.get(lane) is not expected or expected.socks.setdefault(stream, sock) is not sock:
             raise ConnectError("the lane was claimed by another connection in the meantime")

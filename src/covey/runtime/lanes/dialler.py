@@ -24,7 +24,7 @@ from covey.runtime.lanes.opener import Prepared
 from covey.runtime.lanes.table import PURPOSES, LaneKey, lane_key
 from covey.runtime.links.handshake import SILENCE, RefusedError, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
-from covey.wire import messages, proofs
+from covey.wire import door, messages
 
 if TYPE_CHECKING:
     import socket
@@ -309,14 +309,14 @@ class LaneDialler:
         name = self._peers.name_of(peer.seat)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                proof = proofs.lane_proof(offer.secret, b"dial", offer.lane, stream)
+                proof = door.lane_proof(offer.secret, b"dial", offer.lane, stream)
                 await asyncio.get_running_loop().sock_sendall(sock, offer.lane + bytes((stream,)) + proof)
-                answer = await receive_exactly(sock, proofs.PROOF_BYTES)
+                answer = await receive_exactly(sock, door.PROOF_BYTES)
         except OSError as error:
             if isinstance(error, ConnectError):
                 raise
             raise ConnectError(f"{name} hung up on the lane: {getattr(sock, 'problem', '') or error}") from error
-        if not proofs.proofs_equal(answer, proofs.lane_proof(offer.secret, b"accept", offer.lane, stream)):
+        if not door.proofs_equal(answer, door.lane_proof(offer.secret, b"accept", offer.lane, stream)):
             raise ConnectError(f"the process that answers for {name} does not know the lane's key")
 
 

@@ -40,7 +40,7 @@ from covey.base.pace import Growing
 from covey.net.lanes.stream import dead_streams
 from covey.runtime.links.sockets import RelayedSocket, receive_exactly, relay_of
 from covey.runtime.views.losses import UNLINKED_SECONDS
-from covey.wire import messages, proofs
+from covey.wire import door, messages
 
 if TYPE_CHECKING:
     import socket
@@ -287,7 +287,7 @@ class LaneResumption:
         number = int.from_bytes(await receive_exactly(sock, NUMBER_BYTES), "big")
         if watched is None or watched.lane.is_closed or stream >= len(watched.streams):
             raise ConnectError("a connection claimed a stream that does not exist")
-        if not proofs.proofs_equal(proof, self._proof(watched, b"dial", stream, number, 0)):
+        if not door.proofs_equal(proof, self._proof(watched, b"dial", stream, number, 0)):
             raise ConnectError("a connection claimed a stream without its key")
         state = watched.streams[stream]
         if number <= state.number:
@@ -328,7 +328,7 @@ class LaneResumption:
             await asyncio.sleep(PUSH_SECONDS)
 
     def _proof(self, watched: _LastingLane, side: bytes, stream: int, number: int, position: int) -> bytes:
-        return proofs.resume_proof(watched.secret, side, watched.id, stream, number, position)
+        return door.resume_proof(watched.secret, side, watched.id, stream, number, position)
 
     async def _say_position(
         self, watched: _LastingLane, side: bytes, stream: int, number: int, sock: socket.socket, position: int
@@ -337,9 +337,9 @@ class LaneResumption:
         await asyncio.get_running_loop().sock_sendall(sock, said)
 
     async def _position(self, watched: _LastingLane, side: bytes, stream: int, number: int, sock: socket.socket) -> int:
-        said = await receive_exactly(sock, NUMBER_BYTES + proofs.PROOF_BYTES)
+        said = await receive_exactly(sock, NUMBER_BYTES + door.PROOF_BYTES)
         position = int.from_bytes(said[:NUMBER_BYTES], "big")
-        if not proofs.proofs_equal(said[NUMBER_BYTES:], self._proof(watched, side, stream, number, position)):
+        if not door.proofs_equal(said[NUMBER_BYTES:], self._proof(watched, side, stream, number, position)):
             raise ConnectError(f"the process that answers for {self._name(watched)} does not know the lane's key")
         return position
 

@@ -28,8 +28,8 @@ from covey.runtime.links.sockets import new_socket as new_socket
 from covey.runtime.links.sockets import no_delay as no_delay
 from covey.runtime.links.sockets import receive_exactly as receive_exactly
 from covey.runtime.links.sockets import spell as spell
-from covey.wire import door, messages, proofs
-from covey.wire.frame import HANDSHAKE_LIMIT, LENGTH, frame, frame_length
+from covey.wire import door, messages
+from covey.wire.decoding import HANDSHAKE_LIMIT, LENGTH, frame, frame_length
 from covey.wire.versions import OURS, objection
 
 if TYPE_CHECKING:
@@ -258,13 +258,13 @@ async def _dial(
 
 async def _prove(sock: socket.socket, token: bytes, said: bytes, hello: messages.Hello, where: Where) -> bytes:
     body = messages.encode(hello)
-    await asyncio.get_running_loop().sock_sendall(sock, proofs.dial_proof(token, said, body) + frame(body))
+    await asyncio.get_running_loop().sock_sendall(sock, door.dial_proof(token, said, body) + frame(body))
     try:
-        proof = await receive_exactly(sock, proofs.PROOF_BYTES)
+        proof = await receive_exactly(sock, door.PROOF_BYTES)
     except ConnectionError as error:
         raise HungUpError(f"the rank at {spell(where)} did not accept this run's token") from error
     answer = await _receive_frame(sock)
-    if not proofs.proofs_equal(proof, proofs.accept_proof(token, said, hello.nonce, answer)):
+    if not door.proofs_equal(proof, door.accept_proof(token, said, hello.nonce, answer)):
         raise AuthError(f"the rank at {spell(where)} does not know this run's token")
     return answer
 
@@ -363,14 +363,14 @@ def _judge(greeter: Greeter, hello: messages.Hello, peer: bytes) -> messages.Wel
 async def _check(
     sock: socket.socket, token: bytes, said: bytes, greeter: Greeter
 ) -> tuple[messages.Hello, messages.Welcome | messages.Refusal]:
-    proof = await receive_exactly(sock, proofs.PROOF_BYTES)
+    proof = await receive_exactly(sock, door.PROOF_BYTES)
     body = await _receive_frame(sock)
-    if not proofs.proofs_equal(proof, proofs.dial_proof(token, said, body)):
+    if not door.proofs_equal(proof, door.dial_proof(token, said, body)):
         raise AuthError("a connection did not prove this run's token")
     hello = _as_hello(body)
     answer = _judge(greeter, hello, b"")
     encoded = messages.encode(answer)
-    accepted = proofs.accept_proof(token, said, hello.nonce, encoded) + frame(encoded)
+    accepted = door.accept_proof(token, said, hello.nonce, encoded) + frame(encoded)
     await asyncio.get_running_loop().sock_sendall(sock, accepted)
     return hello, answer
 

@@ -13,8 +13,7 @@ from covey.net.host import tcp
 from covey.net.host.descriptors import track
 from covey.runtime.links.sockets import RelayedSocket
 from covey.wire import messages
-from covey.wire.decoding import SkippedMessageError, UnknownMessageError
-from covey.wire.frame import CONTROL_LIMIT, Framer, frame
+from covey.wire.decoding import CONTROL_LIMIT, Framer, SkippedMessageError, UnknownMessageError, frame
 from covey.wire.versions import OURS, Agreement, Speaker, agree, unknown_message
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from covey.base.text import printable
 from covey.base.version import __version__
 from covey.net.host.descriptors import track
 from covey.runtime.links.sockets import RelayedSocket, no_delay, receive_exactly, spell
-from covey.wire.decoding import SkippedMessageError
-from covey.wire.frame import LENGTH, frame, frame_length
+from covey.wire.decoding import LENGTH, SkippedMessageError, frame, frame_length
 from covey.wire.relay import (
     RELAY_LIMIT,
     RELAY_SPEAKS,

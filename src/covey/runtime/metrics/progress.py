@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.limits import NAME_LIMIT
+from covey.base.numbers import NAME_LIMIT
 from covey.base.text import printable
 from covey.base.version import __version__
 from covey.net.discovery.interfaces import all_interfaces

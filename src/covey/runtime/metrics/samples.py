@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.operations import operation_name
+from covey.base.numbers import operation_name
 from covey.runtime.counters import process
 from covey.runtime.metrics.table import OTHER_PEERS, PEERS_LIMIT
 from covey.runtime.recorder import BUCKETS, FIRST_BITS, clock_ns

@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from covey.base.errors import ConfigError
-from covey.base.operations import operation_name
+from covey.base.numbers import operation_name
 from covey.runtime.counters import process
 from covey.runtime.recorder import FAILED, RUNNING, clock_ns
 

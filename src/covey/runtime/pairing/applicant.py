@@ -10,8 +10,8 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from covey.base.config import parse_seed
 from covey.base.errors import AuthError, ConfigError, ConnectError, CoveyError, RemoteProtocolError
-from covey.base.seeds import parse
 from covey.base.version import __version__
 from covey.net.discovery.host_registry import PAIRING_TAG, HostRegistry
 from covey.net.discovery.interfaces import to_dial, usable_interfaces
@@ -25,7 +25,7 @@ from covey.runtime.links.sockets import new_socket, no_delay, receive_exactly, s
 from covey.runtime.peers.endpoint import numeric
 from covey.runtime.tasks import Tasks
 from covey.wire import beacon
-from covey.wire.frame import LENGTH, frame, frame_length
+from covey.wire.decoding import LENGTH, frame, frame_length
 from covey.wire.messages import Address
 from covey.wire.pairing import PAIRING_LIMIT
 
@@ -194,7 +194,7 @@ def addresses_at(text: str, ports: Sequence[int]) -> list[tuple[Address, ...]]:
         ConnectError: there is no such host.
     """
     try:
-        meant = dict.fromkeys(parse(text, port) for port in ports)  # one, if the text names a port
+        meant = dict.fromkeys(parse_seed(text, port) for port in ports)  # one, if the text names a port
     except ConfigError as error:
         what = str(error).partition(". Seeds are")[0].removeprefix("seed ")
         raise ConfigError(f"{what}; a code has six digits, and a join code begins with `covey1-`") from None

@@ -44,7 +44,7 @@ from covey.runtime.pairing.applicant import ask_who
 from covey.runtime.peers.endpoint import listen_everywhere
 from covey.runtime.tasks import Tasks
 from covey.wire import beacon
-from covey.wire.frame import LENGTH, frame, frame_length
+from covey.wire.decoding import LENGTH, frame, frame_length
 from covey.wire.messages import Address
 from covey.wire.pairing import PAIRING_LIMIT, Grant
 from covey.wire.secret import MAX_RELAYS, encode_join_code

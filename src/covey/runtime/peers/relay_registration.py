@@ -10,9 +10,9 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from covey.base.config import parse_relay
 from covey.base.errors import ConnectError, CoveyError
 from covey.base.pace import Bucket, Growing
-from covey.base.seeds import parse_relay
 from covey.net.host.descriptors import explain
 from covey.proto.relay_trips import TripSamples
 from covey.runtime.backoff import Backoff

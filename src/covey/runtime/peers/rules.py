@@ -19,7 +19,7 @@ from covey.net.keys import clusters
 from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.loop import aside
 from covey.wire import messages
-from covey.wire.machine import machine_of
+from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.base import seeds
+from covey.base.config import parse_seed
 from covey.base.errors import CoveyError
 from covey.base.pace import Growing
 from covey.net.discovery.host_registry import HostRegistry
@@ -123,7 +123,7 @@ class Search:
         while True:
             try:
                 if self._needs_seeds():
-                    addresses = await aside(parse_seed, seed)
+                    addresses = await aside(seed_addresses, seed)
                     self.problems.pop(seed, None)
                     await self._try_seed(seed, addresses)
             except (OSError, CoveyError) as error:  # the next try may work, and the rest of the search goes on
@@ -132,11 +132,11 @@ class Search:
             await tries.rest()
 
 
-def parse_seed(seed: str) -> tuple[Address, ...]:
+def seed_addresses(seed: str) -> tuple[Address, ...]:
     """Return the addresses of a seed.
 
     Raises:
         ConfigError: the text is no seed.
         ConnectError: there is no such host.
     """
-    return numeric(*seeds.parse(seed))
+    return numeric(*parse_seed(seed))

@@ -29,7 +29,7 @@ from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.relaying.pipe import Pipe
 from covey.runtime.relaying.throttle import Throttle
 from covey.runtime.tasks import Tasks
-from covey.wire.frame import frame
+from covey.wire.decoding import frame
 from covey.wire.relay import (
     CALL_ID_BYTES,
     RELAY_CHALLENGE_BYTES,

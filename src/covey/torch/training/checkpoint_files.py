@@ -19,7 +19,7 @@ import shutil
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
-from covey.base.formats import NewerFormatError, check_format, newer_file
+from covey.base.version import NewerFormatError, check_format, newer_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from covey.base.arithmetic import DTYPES, dtype_code
-from covey.base.operations import OPERATIONS
+from covey.base.numbers import OPERATIONS
 from covey.runtime.collectives.call_log import LOGGED, CallLog, make_call
 
 FLOAT = dtype_code(np.dtype(np.float32))

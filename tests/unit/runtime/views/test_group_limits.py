@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from covey.base.errors import BusyError
-from covey.base.limits import MAX_MEMBERS
+from covey.base.numbers import MAX_MEMBERS
 from covey.runtime.views import group_limits
 from covey.runtime.views.group_limits import DISMISSED, DISMISSED_RANKS, OPEN_GROUPS, OPEN_RANKS
 from covey.wire.membership import MAX_GROUPS, MAX_STATE_RANKS, State

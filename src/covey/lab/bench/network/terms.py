@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
-from covey.base.limits import NAME_LIMIT
+from covey.base.numbers import NAME_LIMIT
 from covey.base.text import listed, printable
 from covey.lab.bench.sweep import MAX_RANKS, CaseGrid, parse_operations, parse_sizes
 

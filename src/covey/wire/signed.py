@@ -1,23 +1,31 @@
-"""What the owner of a cluster signs: a new secret for one node, and the charter of the cluster.
+"""What keys sign: changes of a cluster by its owner, and the other keys of a machine by its first key.
 
-A cluster made by `covey init` has an owner key (Ed25519). Every member pins its public half, and accepts a change of
-the cluster only with its signature. The signed bytes start with a label for their purpose and the cluster's name, and
-each field has a fixed length or follows its length, so that a signature is not valid for anything else.
+A cluster made by `covey init` has an owner key (Ed25519). Every member pins its public half, and accepts a new secret
+for its node, or a new charter of the cluster, only with its signature. The signed bytes start with a label for their
+purpose and the cluster's name, and each field has a fixed length or follows its length, so that a signature is not
+valid for anything else.
+
+A machine has a key for each process slot, and its commands and keepers use temporary keys. Lists of allowed or denied
+nodes could not name all of these. So a card may name the machine's first key, with a signature of that key over the
+node's own. TLS proves the node's own key, so no other node can use the signature.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from covey.base.errors import AuthError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from covey.wire.messages import Charter
+
 
 OWNER_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
@@ -83,3 +91,43 @@ def _begin(label: bytes, cluster: str) -> bytes:
 
 def _measured(data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + data
+
+
+_LABEL: Final = b"covey/1/machine"
+_CERTIFICATE_LABEL: Final = b"covey/1/machine-certificate"
+
+
+def machine_words(node_id: bytes) -> bytes:
+    """Return the bytes that the first key of a machine signs for another key."""
+    return _LABEL + node_id
+
+
+def certificate_words(public: bytes) -> bytes:
+    """Return the bytes that the first key of a machine signs for the key of a certificate (SubjectPublicKeyInfo)."""
+    return _CERTIFICATE_LABEL + public
+
+
+class Endorsed(Protocol):
+    """A card, or what is known of a node from its card."""
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def machine(self) -> bytes: ...
+
+    @property
+    def endorsement(self) -> bytes: ...
+
+
+def machine_of(card: Endorsed) -> bytes:
+    """Return the id of the machine of a node: the key that signed for it, or its own.
+
+    Raises:
+        AuthError: the card names a machine that has not signed.
+    """
+    if not card.machine:
+        return card.id
+    if not is_signed(card.machine, machine_words(card.id), card.endorsement):
+        raise AuthError("the card names a machine whose key has not signed it")
+    return card.machine

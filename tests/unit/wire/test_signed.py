@@ -8,7 +8,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.wire.messages import Charter
-from covey.wire.owner import charter_words, files_tag, is_signed, public_half, rotation_words
+from covey.wire.signed import charter_words, files_tag, is_signed, public_half, rotation_words
 
 OWNER = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 ROTATION: dict[str, Any] = {

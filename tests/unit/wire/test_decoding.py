@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
-from covey.wire.frame import LENGTH, Framer, frame, frame_length
+from covey.wire.decoding import LENGTH, Framer, frame, frame_length
 
 
 @given(bodies=st.lists(st.binary(max_size=50)), cuts=st.lists(st.integers(1, 40), min_size=1))
