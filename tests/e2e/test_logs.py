@@ -24,6 +24,7 @@ import numpy as np
 with covey.join() as group:
     for step in range(3):
         print("rank", group.rank, "at step", step)
+        group.report(step=step, loss=1 / (step + 1))
         group.barrier()
     print("rank", group.rank, "complains", file=sys.stderr)
     group.barrier()
@@ -101,6 +102,10 @@ def test_the_output_of_each_rank_is_there_while_the_run_goes_on_and_afterwards()
         assert (row["run"], row["state"], row["code"], row["ranks"]) == ("job0", "ended", 0, 4)
         assert row["ended"] > row["began"]
         assert "succeeded" in covey(job, "history")
+        assert row["report"] | {"at": 0} == {"rank": 0, "step": 2, "at": 0, "values": {"loss": 1 / 3}}
+        about = covey(job, "history", "job0")
+        assert "last report   step 2, loss 0.3333" in about
+        assert "output        covey logs " in about
 
 
 def test_the_history_says_which_rank_failed_and_what_was_killed() -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.base.errors import ConfigError
+from covey.net.host.run_notes import noted_checkpoints
 from covey.torch.training.checkpoint import CheckpointError, latest, load, save, steps
 from covey.torch.training.sampler import ElasticSampler
 
@@ -100,8 +101,9 @@ def test_all_kinds_of_state_come_back_into_objects_that_never_made_a_step(tmp_pa
         load({"scheduler": None}, tmp_path)
 
 
-def test_the_last_ones_are_kept_and_a_step_can_be_saved_again(tmp_path: Path) -> None:
+def test_the_last_ones_are_kept_and_a_step_can_be_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "new" / "folder"
+    monkeypatch.setenv("COVEY_KEPT_FOLDER", str(tmp_path))
     assert latest(folder) is None
     with pytest.raises(ConfigError, match="no checkpoint in"):
         load({}, folder)
@@ -110,6 +112,7 @@ def test_the_last_ones_are_kept_and_a_step_can_be_saved_again(tmp_path: Path) ->
     assert steps(folder) == [4, 30]
     save({"value": "again", "tensor": torch.tensor(5)}, folder, step=30, keep=2)
     assert sorted(os.listdir(folder)) == ["step-0000000004", "step-0000000030.1"]
+    assert noted_checkpoints(tmp_path)[-2:] == [str(folder / "step-0000000004"), str(folder / "step-0000000030.1")]
     state: dict[str, Any] = {"value": None, "tensor": None}
     assert load(state, folder) == latest(folder) == 30
     assert (state["value"], state["tensor"].item()) == ("again", 5)

@@ -1,39 +1,53 @@
-"""`covey history`: lists the runs that were started on this machine, and how each ended."""
+"""`covey history`: lists the runs that were started on this machine, how each ended, and what is left of it."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from covey.cli.layout import Column, room, table
+from covey.base.errors import ConfigError
+from covey.cli.layout import Column, room, table, wrap
 from covey.cli.status.view import duration
 from covey.cli.terminal import say
-from covey.net.host.saved_runs import past_runs
+from covey.net.host.saved_runs import find_past_run, past_runs
+from covey.runtime.metrics.flight import traces_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from covey.net.host.run_notes import LastReported
     from covey.net.host.saved_runs import PastRun
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 SHOWN: Final = 20
 """Runs that are listed without --all."""
+AFTER_SECONDS: Final = 10.0
+"""How long after its end a run may still write files with its last operations."""
 
 
 @app.command()
 def history(
+    run: Annotated[
+        str, typer.Argument(metavar="[RUN]", help="All that is known of this run: its name, or its id.")
+    ] = "",
     everything: Annotated[bool, typer.Option("--all", help=f"List all runs, not only the last {SHOWN}.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all runs.")] = False,
 ) -> None:
     """List the runs that were started on this machine, also by agents: the latest first, and how each ended.
 
-    `covey logs RUN` shows the output of a run.
+    With RUN, show the latest run of this name: its command, its last report, and where its checkpoints and its last
+    operations (`covey trace`) are. `covey logs RUN` shows its output.
     """
+    if run:
+        return _show(run, as_json=as_json)
     found = list(reversed(past_runs()))
     if as_json:
-        return typer.echo(json.dumps([as_row(run) for run in found]))
+        return typer.echo(json.dumps([as_row(each) for each in found]))
     if not found:
         return say("No run was started on this machine. `covey run` starts one, `covey demo` shows one.")
     shown = found if everything else found[:SHOWN]
@@ -42,6 +56,7 @@ def history(
         Column("BEGAN", [_when(run.record.began) for run in shown]),
         Column("LASTED", [duration(run.lasted) if run.lasted is not None else "" for run in shown], leave_out=2),
         Column("END", [run.outcome() for run in shown], wraps=True),
+        Column("LAST REPORT", [_report(run.last_report(), 2) for run in shown], leave_out=1, wraps=True),
         Column("RANKS", [str(run.record.processes) for run in shown], leave_out=3, is_right=True),
         Column("MACHINES", [", ".join(run.record.machines) for run in shown], leave_out=4, wraps=True),
     ]
@@ -50,9 +65,46 @@ def history(
         say(f"{len(found) - len(shown)} earlier runs are not listed; --all lists them.", err=True)
 
 
+def _show(name: str, *, as_json: bool) -> None:
+    run = find_past_run(name)
+    if run is None:
+        raise ConfigError(f"no run {name!r} was started on this machine; `covey history` lists those that were")
+    if as_json:
+        return typer.echo(json.dumps(as_row(run)))
+    width = max((room() or 1000) - 14, 20)
+    for title, text in _facts(run):
+        for at, line in enumerate(wrap(text, width) if text else ()):
+            typer.echo(f"{title if at == 0 else '':<14}{line}".rstrip())
+
+
+def _facts(run: PastRun) -> Iterator[tuple[str, str]]:
+    """Yield what is known of a run, each with a title."""
+    record, lasted = run.record, run.lasted
+    yield "run", f"{record.name}{f' of cluster {record.cluster}' if record.cluster else ''}"
+    yield "id", run.id
+    yield "began", _when(record.began) + (f", lasted {duration(lasted)}" if lasted is not None else "")
+    yield "end", run.outcome()
+    yield "command", record.program
+    yield "ranks", f"{record.processes} on {', '.join(record.machines) or record.machine}"
+    yield "last report", _report(run.last_report(), None) or "none: group.report(step=step, loss=loss) makes one"
+    checkpoints, traces = run.checkpoints(), traces_of_run(run)
+    yield "checkpoints", checkpoints[-1] if checkpoints else "none is known of"
+    for path in reversed(checkpoints[:-1]):
+        yield "", path
+    for at, path in enumerate(reversed(traces)):
+        yield "traces" if at == 0 else "", path
+    yield "output", f"covey logs {run.id}" if run.logs() else "none is kept"
+
+
+def traces_of_run(run: PastRun) -> list[str]:
+    """Return the files with the last operations of a run's processes, the latest last."""
+    ended = run.record.ended if run.record.ended is not None else time.time()
+    return list(map(str, traces_of(run.record.name, run.record.began, ended + AFTER_SECONDS)))
+
+
 def as_row(run: PastRun) -> dict[str, object]:
     """Return a run as plain values, for JSON."""
-    record, lasted = run.record, run.lasted
+    record, lasted, report = run.record, run.lasted, run.last_report()
     return {
         "id": run.id,
         "run": record.name,
@@ -67,7 +119,25 @@ def as_row(run: PastRun) -> dict[str, object]:
         "state": "running" if run.is_running else "ended" if record.ended is not None else "ended unexpectedly",
         "code": record.code,
         "reason": record.reason,
+        "report": None if report is None else _plain(report),
+        "checkpoints": run.checkpoints(),
+        "traces": traces_of_run(run),
     }
+
+
+def _plain(report: LastReported) -> dict[str, Any]:
+    values = {name: value if math.isfinite(value) else str(value) for name, value in report.values.items()}
+    return {"rank": report.rank, "step": report.step, "at": report.at, "values": values}
+
+
+def _report(report: LastReported | None, most: int | None) -> str:
+    """Return the last report in words, with so many values; None: all."""
+    if report is None:
+        return ""
+    values = sorted(report.values.items(), key=lambda each: (each[0] != "loss", each[0]))
+    words = [f"step {report.step}"] * (report.step is not None)
+    words += [f"{name} {value:.4g}" for name, value in values if name != "samples"][:most]
+    return ", ".join(words)
 
 
 def _when(at: float) -> str:

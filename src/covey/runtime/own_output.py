@@ -23,6 +23,7 @@ from typing import Final
 from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
 from covey.base.text import printable
+from covey.net.host.run_notes import KEPT_FOLDER
 
 READY_SECONDS: Final = 20.0
 """How long the process may take to begin."""
@@ -71,7 +72,7 @@ class OwnOutput:
         if "folder" not in answer:
             self._process.kill()
             raise ConfigError(f"COVEY_KEEP_OUTPUT: what this program prints cannot be kept: {answer.get('why', '')}")
-        os.environ["COVEY_KEPT_FOLDER"] = answer["folder"]
+        os.environ[KEPT_FOLDER] = answer["folder"]
         for target, stream in ((1, sys.stdout), (2, sys.stderr)):
             if was_terminal[target] and hasattr(stream, "reconfigure"):
                 stream.reconfigure(line_buffering=True)
@@ -100,7 +101,7 @@ def keep_own_output(name: str, cluster: str) -> OwnOutput | None:
     """Keep what this process prints from now on, if its user asks for it and no keeper does it; return how."""
     global _kept
     asked, row = os.environ.get("COVEY_KEEP_OUTPUT"), SETTINGS["keep_output"]
-    is_kept = _kept is not None or "COVEY_KEPT_FOLDER" in os.environ
+    is_kept = _kept is not None or KEPT_FOLDER in os.environ
     if not is_kept and asked is not None and row.kind.read(row.variable, asked):
         _kept = OwnOutput(name, cluster)
     return _kept

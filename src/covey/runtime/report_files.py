@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError
 from covey.net.host.descriptors import explain
+from covey.net.host.run_notes import KEPT_FOLDER, REPORT_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from covey.wire.progress import ReportRow
 
 _CRC_MASK: Final = 0xA282EAD8
+LAST_EVERY: Final = 10.0
+"""How often the last report is written down."""
 _CASTAGNOLI: Final = 0x82F63B78
 """The polynomial of CRC-32C, reflected."""
 
@@ -37,7 +41,46 @@ def open_sinks(env: Mapping[str, str], run: str, rank: Callable[[], int]) -> lis
         sinks.append(JsonLines(path, run, rank))
     if folder := env.get("COVEY_TENSORBOARD", ""):
         sinks.append(ScalarFile(Path(folder), run, rank))
+    if folder := env.get(KEPT_FOLDER, ""):
+        sinks.append(LastReport(Path(folder), rank))
     return sinks
+
+
+class LastReport:
+    """Keeps the last report of this process for `covey history`, beside the output of its run. Failing does no harm."""
+
+    def __init__(self, folder: Path, rank: Callable[[], int]) -> None:
+        self._path, self._rank = folder / f"{REPORT_PREFIX}{os.getpid()}", rank
+        self._last: ReportRow | None = None
+        self._values: dict[str, float] = {}
+        """The last value of each name."""
+        self._written = -LAST_EVERY
+
+    def write(self, rows: Sequence[ReportRow]) -> None:
+        """Keep the last of the rows; write it now and then."""
+        for row in rows:
+            self._last = row
+            self._values.update(row.values)
+        if time.monotonic() - self._written >= LAST_EVERY:
+            self._store()
+
+    def close(self) -> None:
+        """Write the last row."""
+        self._store()
+
+    def _store(self) -> None:
+        self._written = time.monotonic()
+        row = self._last
+        if row is None:
+            return
+        values = {name: _spelled(value) for name, value in self._values.items()}
+        about = {"rank": self._rank(), "step": row.step, "at": round(row.at, 3), "values": values}
+        with contextlib.suppress(OSError):  # a full disk, or a folder that was removed
+            new = self._path.with_suffix(".new")
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "w") as file:
+                json.dump(about, file)
+            os.replace(new, self._path)
 
 
 class JsonLines:

@@ -147,7 +147,9 @@ class LocalSource:
 
     def _end_of(self, run_key: str, keeper: int) -> RunEnd:
         """Return how a run has ended, as its ranks and its keeper have written it down."""
-        fault = fault_of({each.pid for each in self._told.values() if each.run_key == run_key})
+        told = [each for each in self._told.values() if each.run_key == run_key]
+        began = min((each.progress.began for each in told if each.progress is not None), default=0.0)
+        fault = fault_of({each.pid for each in told}, began)
         with contextlib.suppress(ConfigError):
             for past in reversed(past_runs()):
                 if past.record.pid == keeper and not past.record.cluster:

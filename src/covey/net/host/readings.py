@@ -13,16 +13,23 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.text import printable
 from covey.net.host.machine import hardware
 from covey.wire.progress import GPUS_LIMIT, GpuReading, Readings
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 LEAST_SECONDS: Final = 1.0
 """A machine is read at most this often; in between, the last reading is the answer."""
 NAME_LETTERS: Final = 60
 _NVML_TEMPERATURE_GPU: Final = 0
+SIGNS: Final = (Path("/proc/driver/nvidia"), Path("/dev/dxg"))
+"""Where a driver of NVIDIA shows itself, on Linux and in its subsystem of Windows."""
+PLACES: Final = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
+"""Where its library is."""
 _PROC, _SYS = Path("/proc"), Path("/sys")
 
 
@@ -146,8 +153,11 @@ class NvidiaGpus:
     which the memory was read or written. The second says nothing about how much memory is used, and is not taken.
     """
 
-    def __init__(self, library: Any = None) -> None:
-        self._library = library
+    def __init__(
+        self, library: Any = None, *, places: Sequence[str | Path] = PLACES, signs: Sequence[Path] = SIGNS
+    ) -> None:
+        """Without a `library`, look for it in these places once one of the signs of a driver is there."""
+        self._library, self._places, self._signs = library, places, signs
         self._handles: list[tuple[Any, str]] | None = None
         """Of each GPU, with its name; None before they were looked for."""
 
@@ -160,9 +170,7 @@ class NvidiaGpus:
     def _open(self) -> list[tuple[Any, str]]:
         try:
             if self._library is None:
-                if not Path("/proc/driver/nvidia").exists():
-                    return []
-                self._library = ctypes.CDLL("libnvidia-ml.so.1")
+                self._library = self._found()
             library, count = self._library, ctypes.c_uint()
             if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
                 return []
@@ -176,6 +184,15 @@ class NvidiaGpus:
             return found
         except (OSError, AttributeError):  # no library, or one without these functions
             return []
+
+    def _found(self) -> Any:
+        """Return the library; OSError if there is none."""
+        if not any(sign.exists() for sign in self._signs):
+            raise FileNotFoundError("no driver of NVIDIA")
+        for place in self._places[:-1]:
+            with contextlib.suppress(OSError):
+                return ctypes.CDLL(str(place))
+        return ctypes.CDLL(str(self._places[-1]))
 
     def _reading(self, handle: Any, name: str) -> GpuReading:
         rates, memory, degrees = _Utilization(), _MemoryInfo(), ctypes.c_uint()

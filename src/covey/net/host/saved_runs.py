@@ -23,11 +23,14 @@ from covey.base.text import printable
 from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host import folders
 from covey.net.host.locks import LockHolder
+from covey.net.host.run_notes import last_reported, noted_checkpoints
 from covey.net.host.saved_output import KEEPER, NO_RANK, SavedOutput, log_bytes, logs_in, remove_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from covey.net.host.run_notes import LastReported
 
 FOLDER: Final = "history"
 ABOUT: Final = "about"
@@ -128,6 +131,14 @@ class PastRun:
         if record.code == 0:
             return "succeeded" + (f": {record.reason}" if record.reason else "")
         return f"exit code {record.code}" + (f": {record.reason}" if record.reason else "")
+
+    def last_report(self) -> LastReported | None:
+        """Return what its program has reported last; None if it has reported nothing."""
+        return last_reported(self.folder)
+
+    def checkpoints(self) -> list[str]:
+        """Return where it has saved its last checkpoints, the latest last."""
+        return noted_checkpoints(self.folder)
 
     def logs(self) -> list[tuple[str, Path]]:
         """Return the logs of its processes, by number, and last that of `covey run` itself."""

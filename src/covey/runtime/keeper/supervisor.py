@@ -16,6 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from covey.net.host.run_notes import KEPT_FOLDER
 from covey.net.host.saved_runs import STOPPED_BY
 from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTARTS, TERM_GRACE
 from covey.runtime.keeper.output import Cursor, OutputStream
@@ -70,7 +71,7 @@ def keep(
     """
     fill_standard_descriptors()
     arrived: list[int] = []
-    env = {**(env or {}), **({} if kept is None else {"COVEY_KEPT_FOLDER": str(kept.folder)})}
+    env = {**(env or {}), **({} if kept is None else {KEPT_FOLDER: str(kept.folder)})}
     logs = None if log_dir is None else RankLogs(log_dir)
     with signals_noted(arrived) as wake, make_run() as run:
         supervisor = _Supervisor(run, _Command(argv, env, restarts, is_solo), wake, arrived, logs, kept)

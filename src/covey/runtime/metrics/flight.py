@@ -6,6 +6,7 @@ A file is written when a group fails and when the process gets SIGUSR1. `covey t
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import socket
@@ -81,8 +82,7 @@ def folder() -> Path:
 def path_for(taken: wire.Flight) -> Path:
     """Return the path of a new file; ConfigError if its folder cannot be used."""
     rank = taken.groups[0].rank if taken.groups else taken.seat
-    run = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in taken.run)[:60] or "run"
-    return folder() / f"{run}-rank{rank}-{taken.pid}-{time.time_ns()}{SUFFIX}"
+    return folder() / f"{_run_part(taken.run)}-rank{rank}-{taken.pid}-{time.time_ns()}{SUFFIX}"
 
 
 def store(taken: wire.Flight, path: Path) -> None:
@@ -101,17 +101,35 @@ def store(taken: wire.Flight, path: Path) -> None:
     _remove_old(path.parent)
 
 
-def fault_of(pids: Collection[int]) -> str:
-    """Return the error of a group that failed in one of these processes, from the files that they wrote; or empty."""
+def fault_of(pids: Collection[int], since: float) -> str:
+    """Return the error of a group that failed in one of these processes since a time, from their files; or empty."""
     with contextlib.suppress(ConfigError, OSError):
         files = sorted(folder().glob(f"*{SUFFIX}"), key=lambda path: path.name)[-FILES_LIMIT:]
         for path in files:
-            if _pid_in(path.name) in pids:
+            if _pid_in(path.name) in pids and _ns_in(path.name) >= since * 1e9:
                 with contextlib.suppress(RemoteProtocolError):
                     groups = wire.decode_flight(path.read_bytes()).groups
                     if fault := next((group.fault for group in groups if group.fault), ""):
                         return fault
     return ""
+
+
+def traces_of(run: str, since: float, until: float) -> list[Path]:
+    """Return the files that processes of a run of this name have written between two times, the oldest first."""
+    with contextlib.suppress(ConfigError, OSError):
+        found = [(_ns_in(path.name), path) for path in folder().glob(f"{glob.escape(_run_part(run))}-rank*{SUFFIX}")]
+        return [path for at, path in sorted(found) if since * 1e9 <= at <= until * 1e9]
+    return []
+
+
+def _ns_in(name: str) -> int:
+    """Return when a file was written, as its name says; 0 if it does not."""
+    words = name.removesuffix(SUFFIX).split("-")
+    return int(words[-1]) if words[-1].isdigit() else 0
+
+
+def _run_part(run: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in run)[:60] or "run"
 
 
 def _pid_in(name: str) -> int:

@@ -14,6 +14,7 @@ from typing import Final
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.base.settings import SETTINGS
 from covey.base.text import printable
+from covey.net.host.run_notes import KEPT_FOLDER
 from covey.net.host.saved_output import log_end, logs_in, read_log, tail_of
 from covey.net.host.settings_files import effective_environment
 from covey.wire import reports as wire
@@ -24,7 +25,7 @@ TAIL_BYTES: Final = 256 << 10
 
 def shared_folder() -> Path | None:
     """Return where the output of this run is kept; None if it is not, or if this machine keeps it to itself."""
-    folder = os.environ.get("COVEY_KEPT_FOLDER", "")
+    folder = os.environ.get(KEPT_FOLDER, "")
     env, row = effective_environment(), SETTINGS["share_output"]
     try:
         is_shared = row.variable in env and row.kind.read(row.variable, env[row.variable])

@@ -6,6 +6,7 @@ Most runs have none. So the core is made when the first one is requested, here o
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import BusyError, ClosedError, ConfigError, DeadlineError
 from covey.base.numbers import Seat
+from covey.net.host.run_notes import KEPT_FOLDER, note_checkpoint
 from covey.runtime import loop as control
 from covey.runtime.events import CHECKPOINT, Event
 from covey.wire import messages
@@ -262,6 +264,10 @@ class Checkpoints:
                 self._tell(f"begun {checkpoint.id}", self._view[1])
             case CheckpointEnded(order, failed):
                 self._tell_end(order.id, failed)
+                if order.path and not failed and KEPT_FOLDER in os.environ:
+                    threading.Thread(
+                        target=note_checkpoint, args=(order.path,), name="covey-aside", daemon=True
+                    ).start()
 
     def settled(self) -> None:
         """Do nothing: effects need nothing after them."""

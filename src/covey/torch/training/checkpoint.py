@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from covey.base.errors import ConfigError, CoveyError, DeadlineError, Remedy
+from covey.net.host.run_notes import note_checkpoint
 from covey.torch.training.checkpoint_files import (
     STRUCTURE,
     complete_in,
@@ -387,4 +388,6 @@ def _write_hidden(
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(hidden, sync_files=False), **arguments)
     files = {file: print_ for own in ranks.each(check_own) for file, print_ in own.items()}
     ranks.first(end)
+    if ranks.rank == 0:
+        note_checkpoint(str(folder / name))
     return folder / name

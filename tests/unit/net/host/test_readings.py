@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.compiled import needs_compiler, shared_library
 
 from covey.net.host import readings
 from covey.net.host.readings import MachineReader, NvidiaGpus, amd_gpus
@@ -22,39 +24,54 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-class Driver:
-    """NVML with two GPUs, of which the second tells only its name and its memory."""
+NVML = """
+/* NVML with two GPUs, as its header declares it; the second one tells only its name and its memory. */
+#include <stdio.h>
+typedef struct nvmlDevice_st *nvmlDevice_t;
+typedef struct { unsigned int gpu, memory; } nvmlUtilization_t;
+typedef struct { unsigned long long total, free, used; } nvmlMemory_t;
+typedef enum { NVML_TEMPERATURE_GPU = 0 } nvmlTemperatureSensors_t;
+#define EXPORT __attribute__((visibility("default")))
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, DRIVER_NOT_LOADED = 9 };
+EXPORT int opened = 0, is_loaded = 1;
+static struct nvmlDevice_st { unsigned int index; } devices[2] = {{0}, {1}};
 
-    def __init__(self) -> None:
-        self.opened = 0
+EXPORT int nvmlInit_v2(void) { opened++; return is_loaded ? SUCCESS : DRIVER_NOT_LOADED; }
+EXPORT int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 2; return opened ? SUCCESS : UNINITIALIZED; }
+EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *device) {
+    if (index > 1) return INVALID_ARGUMENT;
+    *device = &devices[index];
+    return SUCCESS;
+}
+EXPORT int nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int length) {
+    snprintf(name, length, "NVIDIA GeForce RTX 409%u\\n", device->index);
+    return SUCCESS;
+}
+EXPORT int nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *rates) {
+    rates->gpu = 42;
+    rates->memory = 99; /* the time of the bus, which is no memory in use */
+    return device->index ? NOT_SUPPORTED : SUCCESS;
+}
+EXPORT int nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory) {
+    memory->total = 25757220864ULL;
+    memory->used = 7000000000ULL + device->index;
+    memory->free = memory->total - memory->used;
+    return SUCCESS;
+}
+EXPORT int nvmlDeviceGetTemperature(nvmlDevice_t device, nvmlTemperatureSensors_t sensor, unsigned int *degrees) {
+    *degrees = 71;
+    return device->index || sensor != NVML_TEMPERATURE_GPU ? NOT_SUPPORTED : SUCCESS;
+}
+"""
 
-    def nvmlInit_v2(self) -> int:  # noqa: N802 - a name of NVML
-        self.opened += 1
-        return 0
 
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802 - a name of NVML
-        count._obj.value = 2
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:  # noqa: N802 - a name of NVML
-        handle._obj.value = 100 + index.value
-        return 0
-
-    def nvmlDeviceGetName(self, handle: Any, name: Any, size: Any) -> int:  # noqa: N802 - a name of NVML
-        name.value = f"GPU {handle.value}\n".encode()
-        return 0
-
-    def nvmlDeviceGetUtilizationRates(self, handle: Any, rates: Any) -> int:  # noqa: N802 - a name of NVML
-        rates._obj.gpu, rates._obj.memory = 42, 99
-        return 0 if handle.value == 100 else 3
-
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:  # noqa: N802 - a name of NVML
-        memory._obj.total, memory._obj.free, memory._obj.used = 1000, 400, 600
-        return 0
-
-    def nvmlDeviceGetTemperature(self, handle: Any, sensor: Any, degrees: Any) -> int:  # noqa: N802 - a name of NVML
-        degrees._obj.value = 71
-        return 0 if handle.value == 100 else 3
+@pytest.fixture
+def driver(tmp_path: Path) -> ctypes.CDLL:
+    """Give a library that has NVML's functions, called as the real one is."""
+    library = ctypes.CDLL(str(shared_library(tmp_path, NVML)))
+    ctypes.c_int.in_dll(library, "opened").value = 0
+    ctypes.c_int.in_dll(library, "is_loaded").value = 1
+    return library
 
 
 def test_the_processor_is_busy_by_the_difference_of_two_readings(tmp_path: Path, monkeypatch: Any) -> None:
@@ -102,22 +119,33 @@ def test_the_temperature_is_that_of_the_processor_and_no_sensor_is_believed_that
     assert MachineReader(tmp_path, tmp_path).read().temperature == 61.5
 
 
-def test_nvidia_tells_busy_time_and_memory_and_not_the_time_of_its_bus() -> None:
-    driver = Driver()
+@needs_compiler
+def test_nvidia_tells_busy_time_and_memory_and_not_the_time_of_its_bus(driver: ctypes.CDLL) -> None:
     gpus = NvidiaGpus(driver)
     for _ in range(2):
         assert gpus.read() == [
-            GpuReading("GPU 100\\n", 0.42, 600, 1000, 71.0),
-            GpuReading("GPU 101\\n", None, 600, 1000, None),
+            GpuReading("NVIDIA GeForce RTX 4090\\n", 0.42, 7000000000, 25757220864, 71.0),
+            GpuReading("NVIDIA GeForce RTX 4091\\n", None, 7000000001, 25757220864, None),
         ]
-    assert driver.opened == 1
+    assert ctypes.c_int.in_dll(driver, "opened").value == 1
 
 
-def test_a_driver_without_the_functions_or_without_gpus_is_none() -> None:
-    assert NvidiaGpus(object()).read() == []
-    refusing = Driver()
-    refusing.nvmlInit_v2 = lambda: 9  # type: ignore[method-assign]
-    assert NvidiaGpus(refusing).read() == []
+@needs_compiler
+def test_a_driver_without_the_functions_or_without_gpus_is_none(driver: ctypes.CDLL, tmp_path: Path) -> None:
+    ctypes.c_int.in_dll(driver, "is_loaded").value = 0
+    assert NvidiaGpus(driver).read() == []
+    other = tmp_path / "other"
+    other.mkdir()
+    assert NvidiaGpus(ctypes.CDLL(str(shared_library(other, "int nothing;")))).read() == []
+
+
+@needs_compiler
+def test_the_library_is_found_where_the_driver_is(driver: ctypes.CDLL, tmp_path: Path) -> None:
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    known: list[str | Path] = [tmp_path / "none.so", driver._name]
+    assert len(NvidiaGpus(places=known, signs=[tmp_path / "proc/driver/nvidia"]).read()) == 2
+    assert NvidiaGpus(places=known, signs=[tmp_path / "dev/dxg"]).read() == [], "no driver, so no library is loaded"
+    assert NvidiaGpus(places=[tmp_path / "none.so"], signs=[tmp_path]).read() == []
 
 
 def test_amd_gpus_are_read_below_sys_and_other_cards_are_not(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""What the processes of a run note in its folder for `covey history`: last reports, and where checkpoints are.
+
+`covey run` names the folder to its processes. Notes are small, and a process that cannot write one goes on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from covey.base.text import printable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEPT_FOLDER: Final = "COVEY_KEPT_FOLDER"
+"""The variable that names the folder."""
+REPORT_PREFIX: Final = "report-"
+"""How the names of files with last reports begin; then comes the process."""
+CHECKPOINTS: Final = "checkpoints"
+"""The file with a path a line, the latest last."""
+CHECKPOINTS_BYTES: Final = 64 << 10
+SHOWN: Final = 10
+"""Checkpoints that are read, the latest."""
+FILES_LIMIT: Final = 1024
+READ_LIMIT: Final = 64 << 10
+NAMES_LIMIT: Final = 32
+
+
+class LastReported(NamedTuple):
+    """The last report of a run."""
+
+    rank: int
+    step: int | None
+    at: float
+    values: dict[str, float]
+
+
+def note_checkpoint(path: str) -> None:
+    """Note where this process has saved a checkpoint, if its run is kept."""
+    folder = os.environ.get(KEPT_FOLDER, "")
+    if not folder:
+        return
+    with contextlib.suppress(OSError):
+        file = os.path.join(folder, CHECKPOINTS)
+        if os.path.exists(file) and os.path.getsize(file) > CHECKPOINTS_BYTES:
+            os.unlink(file)  # what is in it is old
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, json.dumps(os.path.abspath(path)).encode() + b"\n")
+        finally:
+            os.close(descriptor)
+
+
+def noted_checkpoints(folder: Path) -> list[str]:
+    """Return where the last checkpoints of a run are, the latest last, each once."""
+    found: dict[str, None] = {}
+    for line in _read(folder / CHECKPOINTS, -2 * CHECKPOINTS_BYTES).splitlines():
+        with contextlib.suppress(ValueError):
+            path = printable(str(json.loads(line)))
+            found.pop(path, None)
+            found[path] = None
+    return list(found)[-SHOWN:]
+
+
+def last_reported(folder: Path) -> LastReported | None:
+    """Return the last report of a run, of its highest step, by the lowest rank; None if there is none."""
+    found = []
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in os.listdir(folder) if name[len(REPORT_PREFIX) :].isdecimal())
+        found = [_report(_read(folder / name)) for name in names[:FILES_LIMIT] if name.startswith(REPORT_PREFIX)]
+    known = [each for each in found if each is not None]
+    return max(known, key=lambda each: (-math.inf if each.step is None else each.step, -each.rank), default=None)
+
+
+def _report(text: str) -> LastReported | None:
+    """Return what one process has noted; None if that cannot be read."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        about = json.loads(text)
+        values = {printable(str(name), 40): float(value) for name, value in list(about["values"].items())[:NAMES_LIMIT]}
+        step = about["step"]
+        return LastReported(int(about["rank"]), None if step is None else int(step), float(about["at"]), values)
+    return None
+
+
+def _read(path: Path, most: int = READ_LIMIT) -> str:
+    """Return a text of this user; of one that is longer the beginning, or with a negative number the end."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if most < 0:
+                file.seek(max(0, os.fstat(descriptor).st_size + most))
+            return file.read(abs(most)).decode(errors="replace")
+    return ""
