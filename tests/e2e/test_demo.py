@@ -21,6 +21,7 @@ from covey.lab.demo.worker import DEMO_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 COVEY = [sys.executable, "-m", "covey"]
 UNBUFFERED = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -46,9 +47,15 @@ def covey_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return forked.run([*COVEY, "demo", *arguments], capture_output=True, text=True, timeout=DEADLINE)
 
 
-def test_a_node_is_killed_the_others_go_on_and_it_comes_back_and_nothing_is_left_behind(seed: str) -> None:
+def test_a_node_is_killed_the_others_go_on_and_it_comes_back_and_nothing_is_left_behind(
+    seed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COVEY_REPORTS", str(tmp_path / "reports"))
     done = covey_demo("--ranks", "3", "--steps", "80", "--seconds", "1000", "--seed", seed, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
+    reports = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
+    assert {each["rank"] for each in reports} == {0, 1, 2}
+    assert {"loss", "samples"} == reports[-1]["values"].keys()
     assert done.stderr == ""
     outcome = json.loads(done.stdout)
     assert all(outcome["checks"].values())

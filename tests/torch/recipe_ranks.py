@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from covey.runtime.counters import process
+
 
 def check(names: dict[str, Any]) -> str:
     """Return what became of the names of a recipe that has run."""
@@ -24,7 +26,14 @@ def check(names: dict[str, Any]) -> str:
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     models = "one model" if torch.equal(lowest, highest) else "different models"
     fell = "a loss that fell" if losses[-1] < 0.8 * losses[0] else f"losses {losses}"
-    return f"{dist.get_backend()}, {dist.get_world_size()} ranks, {models}, {fell}"
+    return f"{dist.get_backend()}, {dist.get_world_size()} ranks, {models}, {fell}; {reported()}"
+
+
+def reported() -> str:
+    """Return what was reported last: no recipe does that itself."""
+    (node,) = process.nodes
+    row = node.reports.latest()
+    return "nothing is reported" if row is None else f"step {row.step} is reported with {', '.join(sorted(row.values))}"
 
 
 if __name__ == "__main__":

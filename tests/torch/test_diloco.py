@@ -15,6 +15,7 @@ from tests.torch.gloo_ranks import be_a_rank, run_ranks
 
 from covey.base.errors import ConfigError
 from covey.compress.quantisers import Int8
+from covey.runtime.counters import process
 from covey.torch.training.diloco import DiLoCo, _cuts
 
 if TYPE_CHECKING:
@@ -259,6 +260,8 @@ def change_what_is_trained(rank: int, size: int, store: str) -> None:
     with torch.no_grad():
         model[2].weight -= rank
     assert diloco.step()  # the second of two: what failed did not count
+    (node,) = process.nodes
+    assert node.reports.latest().step == 2, "inner steps are reported by themselves"
     # The outer step: 0.7 * (1 + 0.9) of the mean way of 0, 1 and 2, back from where all began.
     np.testing.assert_allclose(numbers(model)["2.weight"], started["2.weight"] - 1.33, rtol=1e-12)
     for name in ("0.weight", "0.bias", "2.bias"):

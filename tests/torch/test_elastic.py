@@ -24,6 +24,7 @@ from tests.support.waiting import DEADLINE
 
 import covey.torch.training.elastic as elastic_module
 from covey.base.errors import ConfigError, MismatchError
+from covey.runtime.counters import process
 from covey.runtime.group.internals import engine_of
 from covey.runtime.keeper.keeper import LocalRun
 from covey.torch.training.checkpoint import load, save
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
     from pathlib import Path
+
+    from covey.wire.progress import ReportRow
 
 SAMPLES, BATCH, EPOCHS = 62, 10, 3  # the last batch of an epoch has two samples: not enough for three ranks
 
@@ -289,13 +292,17 @@ def test_every_sample_counts_once_an_epoch_though_ranks_are_killed_and_cut_off_a
 
 def leave(slot: int, tell: Callable[..., None]) -> Any:
     training = Training(slot, tell)
+    reported: list[ReportRow] = []
 
     def before_step() -> None:
         if slot == 1 and training.elastic.samples == 3 * BATCH:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    training.run(before_step, clips=True)
-    return training.elastic.done, training.state()
+    def after_step() -> None:
+        reported.extend(row for node in process.nodes if (row := node.reports.latest()) is not None)
+
+    training.run(before_step, after_step, clips=True)
+    return training.elastic.done, training.state(), (len(reported), [row.step for row in reported])
 
 
 def test_ranks_that_share_a_batch_compute_what_one_process_computes_and_one_may_leave() -> None:
@@ -313,6 +320,9 @@ def test_ranks_that_share_a_batch_compute_what_one_process_computes_and_one_may_
         for name in alone["tensors"].keys() - {"seen"}:
             expected = alone["tensors"][name]
             np.testing.assert_allclose(state["tensors"][name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+        count, steps = returned[slot][2]
+        assert steps == list(range(1, count + 1)), "steps are reported by themselves"
+        assert count > 3
 
 
 # Gradients are compressed, and counts and speeds are not

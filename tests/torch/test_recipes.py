@@ -36,3 +36,12 @@ def test_the_trainer_saves_the_checkpoint_that_the_run_requests(output: str) -> 
 def test_the_recipe_trains_one_model_on_covey(recipe: str, output: str) -> None:
     for rank in (0, 1):
         assert f"[{rank}] {recipe}: covey, 2 ranks, one model, a loss that fell" in output, output
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_and_losses_are_reported_by_themselves(recipe: str, output: str) -> None:
+    for rank in (0,) if "Accelerate" in recipe else (0, 1):  # which logs on its first rank only
+        told = re.search(rf"\[{rank}\] {recipe}: .*; step (\d+) is reported with (.*)", output)
+        assert told is not None, output
+        assert int(told[1]) >= 8
+        assert any("loss" in name for name in told[2].split(", ")), told[2]

@@ -37,7 +37,7 @@ def prepare(**options: Any) -> None:
 def tracker() -> Any:
     """Return a tracker of Accelerate that reports what `accelerator.log` gets: `Accelerator(log_with=tracker())`.
 
-    Every rank reports, not only the first one. Call `prepare` before.
+    Accelerate logs on its first rank only, so that rank reports for all. Call `prepare` before.
     """
     from accelerate.tracking import GeneralTracker
 
@@ -49,7 +49,7 @@ def tracker() -> Any:
     class CoveyTracker(GeneralTracker):  # type: ignore[misc]  # Accelerate is not followed by mypy
         """Passes values on to the group."""
 
-        name, requires_logging_directory, main_process_only = "covey", False, False
+        name, requires_logging_directory = "covey", False
 
         @property
         def tracker(self) -> Any:

@@ -39,7 +39,7 @@ class CoveyStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is not foll
             logged = {
                 name: value.detach().item for name, value in trainer.callback_metrics.items() if value.numel() == 1
             }
-        report_for_program(self._covey_group, int(trainer.global_step), logged)
+        report_for_program(self._covey_group, int(trainer.global_step) + 1, logged)
         return result
 
     @property
