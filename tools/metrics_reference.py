@@ -14,8 +14,7 @@ from typing import Any, Final
 import covey.metrics
 from covey.base.settings import LANES
 from covey.runtime.counters import CODECS_LIMIT
-from covey.runtime.metrics.samples import BOUNDS
-from covey.runtime.metrics.table import OTHER_PEERS, PEERS_LIMIT, TABLE
+from covey.runtime.metrics.samples import BOUNDS, OTHER_PEERS, PEERS_LIMIT, TABLE
 
 REFERENCE: Final = Path(__file__).parents[1] / "docs" / "reference"
 PAGE: Final = REFERENCE / "metrics.md"

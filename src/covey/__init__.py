@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from covey.runtime.group.group import Group
     from covey.runtime.group.members import Member, MemberHealth, PeerLink
     from covey.runtime.group.node import Node
-    from covey.runtime.group.saved import load_state
+    from covey.runtime.group.restore import load_state
     from covey.runtime.group.strategy import GroupStrategy, HierarchicalStrategy, Strategy
     from covey.runtime.group.topology import Topology, TopologyHost, TopologyLink, TopologyNode
     from covey.runtime.http_server import HttpServer
@@ -67,8 +67,7 @@ if TYPE_CHECKING:
     from covey.runtime.keeper.launch import launch
     from covey.runtime.metrics.pages import serve_http
     from covey.runtime.shutdown import on_shutdown, shutdown
-    from covey.runtime.waiting import wait_all, wait_any
-    from covey.runtime.work import Work
+    from covey.runtime.work import Work, wait_all, wait_any
 
 __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a constant
     "ANY",
@@ -193,14 +192,14 @@ _HOMES = {
     "join": "covey.runtime.joining.bootstrap",
     "join_async": "covey.runtime.joining.bootstrap",
     "launch": "covey.runtime.keeper.launch",
-    "load_state": "covey.runtime.group.saved",
+    "load_state": "covey.runtime.group.restore",
     "on_shutdown": "covey.runtime.shutdown",
     "register_codec": "covey.compress.parsing",
     "run_on": "covey.agent.run_on",
     "serve_http": "covey.runtime.metrics.pages",
     "shutdown": "covey.runtime.shutdown",
-    "wait_all": "covey.runtime.waiting",
-    "wait_any": "covey.runtime.waiting",
+    "wait_all": "covey.runtime.work",
+    "wait_any": "covey.runtime.work",
 }
 """Where names live that are not errors. They are loaded on first use: the command line needs few of them."""
 

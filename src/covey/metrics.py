@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from covey.runtime.group.metrics import GroupMetrics, MessageMetrics, OperationMetrics, PeerMetrics
-from covey.runtime.metrics.collector import SampleCollector
+from covey.runtime.group.explanation import GroupMetrics, MessageMetrics, OperationMetrics, PeerMetrics
+from covey.runtime.metrics.pages import SampleCollector
 from covey.runtime.metrics.samples import samples
 from covey.runtime.metrics.spans import SpanExport
 

@@ -18,8 +18,8 @@ import covey
 from covey import BF16, FP8, FP16, Codec, ConfigError, ErrorFeedback, Int4, Int8, MismatchError, OneBit, TopK
 from covey.compress.policy import make_policy
 from covey.plan.moves import part
+from covey.runtime.buffers import Part
 from covey.runtime.compressed import dense
-from covey.runtime.compressed.part import Part
 from covey.runtime.group.internals import gradients_of
 from covey.testing.threads import run_threads
 

@@ -16,10 +16,8 @@ from covey import ConfigError, Event
 from covey.base.numbers import Seat
 from covey.base.version import __version__
 from covey.runtime import loop as control
-from covey.runtime.events import Events
-from covey.runtime.group.following import follow
+from covey.runtime.events import Events, decode_last, encode_last, follow
 from covey.runtime.joining.node import node_of
-from covey.runtime.past_events import decode_last, encode_last
 from covey.testing.threads import run_threads
 from covey.wire import messages
 

@@ -22,9 +22,8 @@ from covey.runtime.peers import mesh as mesh_module
 from covey.runtime.peers import relays as relays_module
 from covey.runtime.peers.follower import DialOutcome
 from covey.runtime.relaying import server as server_module
-from covey.runtime.relaying.server import RelayLimits
-from covey.runtime.relaying.thread import RelayThread
-from covey.runtime.relaying.throttle import Throttle
+from covey.runtime.relaying.pipe import Throttle
+from covey.runtime.relaying.server import RelayLimits, RelayThread
 from covey.testing.proxy import Proxy
 from covey.wire.relay import (
     CallJoined,

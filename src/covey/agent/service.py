@@ -34,7 +34,7 @@ from covey.base.numbers import Seat
 from covey.net.host.folders import home, private_folder
 from covey.net.host.locks import LockHolder
 from covey.net.keys.identity import node_name
-from covey.runtime.calls.caller import current_caller
+from covey.runtime.calls.handlers import current_caller
 from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.coordinator.client import PROMPT_CALL_SECONDS, CoordinatorClient, is_final
 from covey.coordinator.extra import require_grpc
-from covey.runtime.backoff import Backoff
-from covey.runtime.log_limiter import LimitedLog
+from covey.runtime.backoff import Backoff, LimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,8 +25,8 @@ from covey.coordinator import tls
 from covey.coordinator.refusal import MAX_CONNECTIONS, MAX_HANDSHAKES, Reason, RefusalError
 from covey.net.host.descriptors import explain, raise_limit
 from covey.net.host.folders import temporary_folder, writing_to
+from covey.runtime.backoff import LimitedLog
 from covey.runtime.links.sockets import accept_shortage, accepted, no_delay, spell
-from covey.runtime.log_limiter import LimitedLog
 from covey.runtime.tasks import Tasks
 
 if TYPE_CHECKING:

@@ -3,6 +3,8 @@
 A `Backoff` belongs to one loop over tries of one thing. It does not try by itself: the loop says how each try ended,
 and rests between two of them. After `TELL_SECONDS` without success it writes a line with what is waited for and why the
 last try failed, also while a try is still under way. The clock is an argument, so that a test can move it.
+
+`LimitedLog` bounds the lines that other machines can cause.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Final
 
+from covey.base import pace
 from covey.base.text import printable
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from covey.base.pace import Growing
+
 
 logger = logging.getLogger("covey")
 
@@ -153,3 +157,20 @@ class Backoff:
     def rest_on(self, woken: threading.Event) -> bool:
         """Return when the next try is due, or `woken` is set; tell whether it is set. On a thread."""
         return woken.wait(self.pause)
+
+
+class LimitedLog:
+    """One kind of line: written at most once in some seconds, and counted in between."""
+
+    def __init__(self, seconds: float, *, most: int = 2000) -> None:
+        """Write at most one line in `seconds`, of at most `most` characters."""
+        self._seldom, self._most = pace.Seldom(seconds), most
+
+    def log(self, level: int, text: str, *args: object) -> bool:
+        """Write a line, unless one was written within the limit; tell whether it was written."""
+        if not self._seldom.may(time.monotonic()):
+            return False
+        unsaid, self._seldom.unsaid = self._seldom.unsaid, 0
+        note = f" ({unsaid} more like this were left out)" if unsaid else ""
+        logger.log(level, "%s%s", printable(text % args, self._most), note)
+        return True

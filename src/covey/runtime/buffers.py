@@ -29,6 +29,15 @@ BYTES: Final = dtype_code(np.dtype(np.uint8))
 """The dtype code of pickled objects on the wire."""
 
 
+class Part(NamedTuple):
+    """A named range of an array that is compressed as a whole: elements start:stop, which are an array of `shape`."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
 class Operand(NamedTuple):
     """An argument of an operation as contiguous memory."""
 

@@ -1,8 +1,14 @@
-"""Events of a run: losses, views and recoveries, each with a timeline, for programs and for the log."""
+"""Events of a run: losses, views and recoveries, each with a timeline, for programs and for the log.
+
+Programs read those that are kept, listen, or follow them in an asyncio loop. Processes that were not there, newcomers
+and commands, are told the last ones.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import difflib
 import logging
 import os
 import queue
@@ -17,7 +23,8 @@ from covey.net.host.descriptors import explain
 from covey.runtime.counters import process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable
+
 
 logger = logging.getLogger("covey.events")
 
@@ -295,3 +302,68 @@ def _append(path: str, text: str) -> None:
         os.write(descriptor, text.encode())
     finally:
         os.close(descriptor)
+
+
+def encode_last(events: Events) -> bytes:
+    """Return the last events that this process knows, earlier ones included. On any thread."""
+    from covey.wire.reports import EVENTS_LIMIT, PastEvent, encode_past  # most runs have no newcomers
+
+    last = events.all()[-EVENTS_LIMIT:]
+    return encode_past(
+        [
+            PastEvent(
+                event.kind,
+                event.time,
+                event.generation,
+                event.view,
+                event.ranks,
+                event.names,
+                dict(event.phases),
+                event.text,
+            )
+            for event in last
+        ]
+    )
+
+
+def decode_last(body: bytes) -> list[Event]:
+    """Return the events that another process has told, oldest first; RemoteProtocolError for anything else."""
+    from covey.wire.reports import decode_past
+
+    return [
+        Event(past.kind, past.time, past.generation, past.view, past.ranks, past.names, past.phases, past.text)
+        for past in decode_past(body).events
+    ]
+
+
+def check_kinds(kinds: Collection[str]) -> None:
+    """Raise ConfigError for a kind of event that does not exist."""
+    for kind in (kinds,) if isinstance(kinds, str) else kinds:
+        if kind not in KINDS or isinstance(kinds, str):
+            near = difflib.get_close_matches(kind, KINDS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near and near[0] != kind else ""
+            raise ConfigError(f"kinds={kinds!r} must be a list of kinds of events, of {', '.join(KINDS)}{hint}")
+
+
+async def follow(events: Events, kinds: frozenset[str]) -> AsyncIterator[Event]:
+    """Yield the events in memory and those that follow, until they are closed."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Queue[Event | None] = asyncio.Queue()
+
+    def put(event: Event | None) -> None:
+        while arrived.qsize() >= KEPT:
+            arrived.get_nowait()
+        arrived.put_nowait(event)
+
+    def tell(event: Event | None) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(put, event)
+
+    seen = events.follow(tell, kinds)
+    try:
+        for known in seen:
+            yield known
+        while (event := await arrived.get()) is not None:
+            yield event
+    finally:
+        events.ignore(tell)

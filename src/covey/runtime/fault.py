@@ -1,7 +1,8 @@
-"""The first failure of a group, in a form that can be sent to its other ranks."""
+"""Why a group ended, in a form that can be sent to its other ranks: the first failure, or the error of a program."""
 
 from __future__ import annotations
 
+import sys
 from typing import Final, NamedTuple
 
 from covey.base.errors import (
@@ -15,7 +16,8 @@ from covey.base.errors import (
     RemoteProtocolError,
     SplitRunError,
 )
-from covey.base.numbers import NO_RANK, Rank
+from covey.base.numbers import NO_RANK, REASON_LIMIT, Rank
+from covey.base.text import printable
 
 _PLAIN: Final[dict[str, type[CoveyError]]] = {
     kind.__name__: kind for kind in (ClosedError, GroupChangedError, MismatchError, RemoteProtocolError, SplitRunError)
@@ -46,3 +48,30 @@ class Fault(NamedTuple):
     def culprit(self) -> Rank:
         """The first lost or late rank, or -1."""
         return self.ranks[0] if self.ranks else NO_RANK
+
+
+def ending_error() -> BaseException | None:
+    """Return the uncaught exception that ends this program, if one does.
+
+    The interpreter has set `sys.last_value` before it calls `atexit` handlers. At an interactive prompt such an error
+    does not end the program.
+    """
+    error = getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) and not hasattr(sys, "ps1") else None
+
+
+def is_failure(error: BaseException | None) -> bool:
+    """Tell whether a program that ends with this exception has failed."""
+    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def describe(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message, bounded and printable."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return f"exit code {error.code}"
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # __str__ of the program's own class
+        lines = []
+    name = type(error).__name__
+    return printable(f"{name}: {lines[0]}" if lines else name, REASON_LIMIT)

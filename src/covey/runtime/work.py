@@ -1,17 +1,21 @@
-"""The handle of a started operation."""
+"""The handle of a started operation; waits for several of them; blocking calls on a thread, for asyncio programs."""
 
 from __future__ import annotations
 
 import _thread
+import contextlib
+import contextvars
 import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from covey.base.errors import CancelledError, DeadlineError
+from covey.base.config import check_timeout
+from covey.base.errors import CancelledError, ConfigError, DeadlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
+
 
 logger = logging.getLogger("covey")
 
@@ -287,3 +291,100 @@ class Work(Generic[T]):
             return line(Mark(f"{self.description}: {type(self._error).__name__}: {self._error}", "bad"))
         of = f", with the input of {len(self.contributors)} ranks" if self.contributors else ""
         return line(Mark(f"{self.description}: done{of}", "good"))
+
+
+def wait_all(works: Iterable[Work[T]], *, timeout: float | None = None) -> list[T]:
+    """Wait until all works have ended, and return their results, in the order of the works.
+
+    Raises:
+        DeadlineError: some did not end within `timeout` seconds; they continue.
+        Exception: the error of the first work that failed, once all have ended; notes name the other failures.
+    """
+    listed = list(works)
+    deadline = None if timeout is None else time.monotonic() + check_timeout(timeout)
+    for work in listed:
+        try:
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except Exception:
+            if not work.done():
+                break
+    if late := [work.description for work in listed if not work.done()]:
+        raise DeadlineError(
+            f"{len(late)} of {len(listed)} works are not done after the timeout of {timeout} s, and go on in the "
+            f"background: {'; '.join(late[:5])}"
+        )
+    failures = [(work, error) for work in listed if (error := work.exception()) is not None]
+    if failures:
+        first = failures[0][1]
+        for work, error in failures[1:]:
+            if error is not first:
+                first.add_note(f"{work.description} failed, too: {type(error).__name__}: {error}")
+        raise first
+    return [work.wait() for work in listed]
+
+
+def wait_any(works: Iterable[Work[Any]], *, timeout: float | None = None) -> int:
+    """Wait until a work has ended, with or without an error; return the position of the first that has.
+
+    Raises:
+        DeadlineError: none ended within `timeout` seconds; they continue.
+        ConfigError: there are no works.
+    """
+    listed = list(works)
+    if not listed:
+        raise ConfigError("wait_any needs at least one work")
+    limit = None if timeout is None else check_timeout(timeout)
+    ended = threading.Event()
+
+    def tell(_: Work[Any]) -> None:
+        ended.set()
+
+    for work in listed:
+        work.add_waker(tell)
+    try:
+        ended.wait(limit)
+    finally:
+        for work in listed:
+            work.remove_waker(tell)
+    for position, work in enumerate(listed):
+        if work.done():
+            return position
+    raise DeadlineError(f"none of {len(listed)} works is done after the timeout of {timeout} s; they go on")
+
+
+async def off_loop(function: Callable[..., T], *args: Any, discard: Callable[[T], None] | None = None, **kw: Any) -> T:
+    """Return `function(*args, **kw)`, called on a new thread; the event loop stays free meanwhile.
+
+    Not a thread of the loop's executor: calls that wait for other machines would take all of those. A cancelled await
+    does not end the call; what it returns then is given to `discard`.
+    """
+    import asyncio  # slow to load; a program that gets here has done so
+
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if ended.cancelled():
+            if error is None and discard is not None:
+                threading.Thread(target=discard, args=(result,), name="covey-discard", daemon=True).start()
+        elif error is None:
+            ended.set_result(result)
+        else:
+            ended.set_exception(error)
+
+    def call() -> None:
+        result, error = None, None
+        try:
+            result = context.run(function, *args, **kw)
+        except BaseException as failure:
+            error = failure
+        try:
+            loop.call_soon_threadsafe(settle, result, error)
+        except RuntimeError:  # the loop is closed: nothing awaits the result
+            if error is None and discard is not None:
+                with contextlib.suppress(Exception):
+                    discard(result)  # type: ignore[arg-type]
+
+    threading.Thread(target=call, name="covey-off-loop", daemon=True).start()
+    return await ended

@@ -24,7 +24,7 @@ def reduce_and_die(on_loss: covey.OnLoss, codec: str, deaths: list[list[int]]) -
     import hashlib
 
     from covey.runtime.collectives.attempt import Attempt
-    from covey.runtime.compressed.coder import PlanCoder
+    from covey.runtime.compressed.dense import PlanCoder
 
     with covey.join(on_loss=on_loss) as group:
         mine = {step: place for rank, step, place in deaths if rank == group.rank}

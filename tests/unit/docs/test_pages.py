@@ -15,7 +15,7 @@ import yaml
 from tools import command_reference, metrics_reference, settings_reference, site
 
 from covey.base.settings import SETTINGS
-from covey.runtime.metrics.table import TABLE
+from covey.runtime.metrics.samples import TABLE
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -23,8 +23,8 @@ from covey.cli.terminal import is_lively, say, working
 from covey.net.host.runs import local_runs
 from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
+from covey.runtime.events import decode_last
 from covey.runtime.metrics.inspection import EVENTS
-from covey.runtime.past_events import decode_last
 from covey.runtime.peers.visit import visiting
 from covey.wire import messages
 

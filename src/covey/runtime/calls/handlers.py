@@ -1,21 +1,49 @@
 """Threads and a loop for code of the program: functions that other nodes call, callbacks, and what frees its objects.
 
 Nothing of it runs on the control loop, or on a thread while that moves messages: it may take as long as it likes, and
-raise what it likes.
+raise what it likes. A function can ask which call it serves (`Caller`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import math
 import queue
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+    from covey.base.numbers import Seat
+
+
+class Caller:
+    """The call that a function serves: `node.caller()` returns it inside of the function."""
+
+    def __init__(self, seat: Seat, name: str, deadline: float) -> None:
+        self.seat, self.name, self.deadline = seat, name, deadline
+        self.rank = -1
+        """The rank that called, in the group of the node that was asked; -1 if it is not in that group."""
+        self.is_cancelled = False
+        """Whether the caller does not wait any more; a long function should look from time to time, and return."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline of the call, not below 0."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def cancelled(self) -> None:
+        """Note that the caller does not wait any more."""
+        self.is_cancelled = True
+
+
+current_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("covey_caller", default=None)
+
 
 logger = logging.getLogger("covey")
 

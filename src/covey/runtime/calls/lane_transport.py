@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from covey.runtime.calls.lanes import CallingNode
     from covey.runtime.calls.transport import CallListener, PartsTaker
     from covey.runtime.fault import Fault
-    from covey.runtime.held_signals import HeldSignals
+    from covey.runtime.signals import HeldSignals
     from covey.runtime.work import Work
 
 WAY_SECONDS: Final = 0.01

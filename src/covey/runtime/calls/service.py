@@ -32,7 +32,7 @@ from covey.runtime.calls.objects import Converters, ExportedObjects, Handle
 from covey.runtime.calls.serving import Serving
 from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, MadeCall, MadeCalls, StreamState
-from covey.runtime.held_signals import HeldSignals
+from covey.runtime.signals import HeldSignals
 from covey.wire import calls as wire
 from covey.wire.call_values import ANY_VALUE, ValueDecoder, pack
 

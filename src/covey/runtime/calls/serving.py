@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from covey.base.errors import CallRefusedError, ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.base.text import spell_error
-from covey.runtime.calls.caller import Caller, current_caller
 from covey.runtime.calls.functions import UnservedError, failure_of, too_large
-from covey.runtime.calls.handlers import HandlerLoop, HandlerThreads
+from covey.runtime.calls.handlers import Caller, HandlerLoop, HandlerThreads, current_caller
 from covey.runtime.counters import process
 from covey.wire import calls as wire
 from covey.wire.call_values import decoded, pack

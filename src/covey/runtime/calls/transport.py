@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.base.numbers import Seat
     from covey.runtime.fault import Fault
-    from covey.runtime.held_signals import HeldSignals
+    from covey.runtime.signals import HeldSignals
     from covey.runtime.work import Work
 
 

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from covey.compress.feedback import ErrorFeedback, FeedbackStep
     from covey.compress.low_rank import LowRank
     from covey.compress.parsing import Compression
-    from covey.runtime.buffers import Operand
+    from covey.runtime.buffers import Operand, Part
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.compressed.automatic import Tuner
-    from covey.runtime.compressed.part import Part
 
     Floats = NDArray[np.float32]
 

@@ -19,12 +19,11 @@ from covey.compress.codec import Codec, check_sizes
 from covey.compress.low_rank import PowerSGD
 from covey.compress.policy import SMALLEST_BYTES, make_policy
 from covey.compress.sparse import Sparsifier
-from covey.runtime.buffers import readable, writable
+from covey.runtime.buffers import Part, readable, writable
 from covey.runtime.compressed import dense, sparse
 from covey.runtime.compressed.automatic import Size
 from covey.runtime.compressed.compressed_sum import CompressedSum, PlainSum, keep, plain_info
-from covey.runtime.compressed.part import Part
-from covey.runtime.group.weights import check_weight, no_weight, scale, share_of
+from covey.runtime.group.gradients import check_weight, no_weight, scale, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

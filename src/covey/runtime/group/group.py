@@ -18,22 +18,20 @@ from covey.base.config import check_timeout
 from covey.base.errors import CoveyError
 from covey.runtime import loop as control
 from covey.runtime.buffers import readable
-from covey.runtime.fault import Fault
+from covey.runtime.fault import Fault, describe, ending_error, is_failure
 from covey.runtime.group import movements
 from covey.runtime.group.checkpoints import CheckpointRequests
-from covey.runtime.group.endings import describe, ending_error, is_failure
 from covey.runtime.group.gradients import Gradients
-from covey.runtime.group.introspection import Introspection
+from covey.runtime.group.introspection import Introspection, Reports
 from covey.runtime.group.issuer import Issuer, whole_number
 from covey.runtime.group.messages import Messages
 from covey.runtime.group.moves import Moves
 from covey.runtime.group.object_moves import ObjectMoves
 from covey.runtime.group.reductions import Reductions
-from covey.runtime.group.reports import Reports
 from covey.runtime.group.survival import Survival
-from covey.runtime.off_loop import off_loop
 from covey.runtime.report_log import log_of
 from covey.runtime.shutdown import raise_or_exit
+from covey.runtime.work import off_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
@@ -46,10 +44,10 @@ if TYPE_CHECKING:
     from covey.runtime.calls.service import CallService
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.collectives.engine import Engine
+    from covey.runtime.group.issuer import Compression
     from covey.runtime.group.members import Member
     from covey.runtime.group.node import Node
     from covey.runtime.group.restore import RestoreReport
-    from covey.runtime.group.savings import Compression
     from covey.runtime.report_log import ReportLog
     from covey.runtime.state.checkpoints import Checkpoints
     from covey.runtime.state.store import Stores

@@ -1,10 +1,11 @@
 """What a group says about itself: its ranks, their processes, what it has done, and what happened to its run.
 
-Nothing here runs an operation, and any thread may ask.
+It also takes what the program reports of its steps. Nothing here runs an operation, and any thread may ask.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from covey.base.config import check_timeout
@@ -17,12 +18,13 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.roster import LaneKinds
     from covey.runtime.collectives.stalls import Late
     from covey.runtime.events import Event
-    from covey.runtime.group.explanation import PlanReport
+    from covey.runtime.group.explanation import GroupMetrics, PlanReport
     from covey.runtime.group.issuer import Issuer
     from covey.runtime.group.members import DescribedEngine
-    from covey.runtime.group.metrics import GroupMetrics
     from covey.runtime.group.node import Node
+    from covey.runtime.report_log import ReportLog
     from covey.runtime.state.store import Stores
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,7 +82,7 @@ class Introspection:
 
         `covey.metrics` has the same numbers for Prometheus, for all groups of the process together.
         """
-        from covey.runtime.group.metrics import group_metrics  # most programs do not ask
+        from covey.runtime.group.explanation import group_metrics  # most programs do not ask
 
         return group_metrics(self._engine.counters, self._engine.roster, self._issuer.savings.total)
 
@@ -148,3 +150,36 @@ class Introspection:
     def events(self) -> list[Event]:
         """Return the events of the run so far: losses and recoveries with their timelines, and generations."""
         return [] if self._engine.roster.node is None else self._engine.roster.node.events.all()
+
+
+class Reports:
+    """Reports of a program, as `Group` offers them."""
+
+    def __init__(self, log: Callable[[], ReportLog]) -> None:
+        """`log` returns what keeps the reports of this process."""
+        self._find_log = log
+
+    @functools.cached_property
+    def log(self) -> ReportLog:
+        """What keeps the reports of this process, found when the first comes."""
+        return self._find_log()
+
+    def report(self, /, *, step: int | None = None, **values: Any) -> None:
+        """Tell `covey ui`, `covey top`, `/metrics` and files how far the program is: `report(step=n, loss=loss)`.
+
+        It is no collective: any rank may call it or not, on any thread, and it raises nothing for a lost rank. It takes
+        less than a microsecond. A value is a number; a tensor or an array of one element is read with `float()`, which
+        waits for a GPU; a function without arguments is called once a second on another thread, and its result is the
+        value. Values that are not finite are kept, and the event `report` tells of them.
+
+        `step` ends the step before: views show how much of it was spent in operations. Values without a step belong to
+        the last one. A step that is reported again replaces the values of that step, and a lower one those of all that
+        follow it. `samples` is how many samples a rank has processed in the step; views make a rate of it.
+
+        A process keeps 4,096 rows: of a longer series fewer of its beginning.
+
+        Raises:
+            ValueError: a name is empty, longer than 40 characters or not printable ASCII, or there are more than 32.
+            TypeError: a value is no number and no function, or `step` is no whole number.
+        """
+        self.log.add(step, values)

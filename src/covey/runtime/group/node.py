@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from covey.base.errors import ConfigError
 from covey.runtime import checks
-from covey.runtime.calls.caller import Caller, current_caller
-from covey.runtime.events import KINDS
+from covey.runtime.calls.handlers import Caller, current_caller
+from covey.runtime.events import KINDS, check_kinds, follow
 from covey.runtime.group import members as known_members
-from covey.runtime.group.following import check_kinds, follow
 from covey.runtime.group.store import RunStore
 from covey.wire.call_values import ANY_VALUE
 

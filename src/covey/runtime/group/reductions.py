@@ -20,8 +20,8 @@ from covey.plan.moves import part
 from covey.runtime.buffers import readable, writable
 from covey.runtime.collectives.call_log import make_call
 from covey.runtime.group import movements
+from covey.runtime.group.gradients import check_weight, no_weight, weigh
 from covey.runtime.group.issuer import CACHED_CALLS
-from covey.runtime.group.weights import check_weight, no_weight, weigh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,7 +25,7 @@ from covey.runtime.joining.request import JoinArguments, JoinRequest, JoinTarget
 from covey.runtime.joining.torch_env import export_rank
 from covey.runtime.joining.user_signals import handle_user_signals
 from covey.runtime.lanes.opener import check_demanded
-from covey.runtime.off_loop import off_loop
+from covey.runtime.work import off_loop
 
 if TYPE_CHECKING:
     from covey.base.errors import CoveyError

@@ -30,7 +30,7 @@ from covey.base.text import printable
 from covey.runtime import loop as control
 from covey.runtime.fault import Fault
 from covey.runtime.group.internals import engine_of, functions_of, restored_state, seat_of
-from covey.runtime.group.saved import save_state
+from covey.runtime.group.restore import save_state
 from covey.runtime.joining import bootstrap
 from covey.runtime.joining.node import node_of
 from covey.runtime.joining.request import JoinArguments, JoinRequest, takes_join_arguments

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.relaying.thread import RelayThread
+    from covey.runtime.relaying.server import RelayThread
     from covey.wire.secret import ClusterSecret
 
 PORTS_TRIED: Final = range(RELAY_PORT, RELAY_PORT + 8)
@@ -35,8 +35,7 @@ class MemberRelay:
     def start(self) -> None:
         """Listen on all interfaces; ConfigError if that is not possible."""
         from covey.runtime.peers.endpoint import listen_everywhere
-        from covey.runtime.relaying.server import RelayLimits
-        from covey.runtime.relaying.thread import RelayThread
+        from covey.runtime.relaying.server import RelayLimits, RelayThread
 
         limits = RelayLimits(bytes_per_second=self._rate)
         self._thread = RelayThread(listen_everywhere(PORTS_TRIED), limits, self._clusters)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.runtime.http_server import LOOPBACK, HttpServer, by_path
-from covey.runtime.metrics.collector import SampleCollector
 from covey.runtime.metrics.inspection import CHECKS, METRICS, STACKS
-from covey.runtime.metrics.pages import checks_page, metrics_page, stacks_page
+from covey.runtime.metrics.pages import SampleCollector, checks_page, metrics_page, stacks_page
 from covey.wire import messages
 from covey.wire.reports import CheckResult, Sample, decode_checks, decode_samples
 

@@ -20,9 +20,8 @@ from covey.base.numbers import ANY
 from covey.proto.matching import Matcher
 from covey.proto.message import MessageSend, Operation, Receive, describe_source
 from covey.runtime.messages.driving_thread import DrivingThread
-from covey.runtime.messages.lane_opening import LaneOpening
 from covey.runtime.messages.lane_poll import LanePoll
-from covey.runtime.messages.lane_renewal import LaneRenewal
+from covey.runtime.messages.lane_renewal import LaneOpening, LaneRenewal
 from covey.runtime.messages.lending import LendingLock, StreamLending
 from covey.runtime.messages.pending_works import PendingWorks, end, late_error
 from covey.runtime.work import Work

@@ -22,8 +22,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.runtime.held_signals import HeldSignals
 from covey.runtime.messages.driving_thread import IDLE_SECONDS, STEP_ASIDE_SECONDS, DrivingThread, left
+from covey.runtime.signals import HeldSignals
 
 if TYPE_CHECKING:
     from collections.abc import Callable

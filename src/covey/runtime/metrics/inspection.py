@@ -141,7 +141,7 @@ def answer(question: messages.Inspect) -> messages.Inspected:
 
         return messages.Inspected(REPORTS, 0, 1, encode_reports(node.reports.rows()))
     if question.what == EVENTS and node is not None:
-        from covey.runtime.past_events import encode_last  # few commands ask
+        from covey.runtime.events import encode_last  # few commands ask
 
         return messages.Inspected(EVENTS, 0, 1, encode_last(node.events))
     if question.what == NETWORK and node is not None and node.measured is not None:

@@ -9,7 +9,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.runtime.log_limiter import LimitedLog
+from covey.runtime.backoff import LimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

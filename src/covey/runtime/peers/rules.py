@@ -16,7 +16,7 @@ from covey.base import pace
 from covey.base.errors import AuthError, CoveyError
 from covey.net.keys import charter as charters
 from covey.net.keys import clusters
-from covey.runtime.log_limiter import LimitedLog
+from covey.runtime.backoff import LimitedLog
 from covey.runtime.loop import aside
 from covey.wire import messages
 from covey.wire.signed import machine_of

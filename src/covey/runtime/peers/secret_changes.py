@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import CoveyError
 from covey.net.keys import owner
-from covey.runtime.log_limiter import LimitedLog
+from covey.runtime.backoff import LimitedLog
 from covey.runtime.loop import aside
 from covey.wire import messages
 

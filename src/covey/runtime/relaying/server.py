@@ -2,6 +2,8 @@
 
 Any program may use a relay, so every resource is bounded: connections in all and for each source, those that have not
 said yet what they want, how often a source may come, the bytes that wait in a pipe, and the bytes a second in all.
+
+`covey relay` is a process of its own; `covey run --relay-limit` has a relay on a thread (`RelayThread`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import collections
 import contextlib
 import logging
 import secrets
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -20,14 +23,13 @@ from covey.base.pace import Bucket
 from covey.base.version import __version__
 from covey.net.host.descriptors import raise_limit
 from covey.proto.relay_table import CloseConnection, JoinConnections, RelayEffect, RelayTable, SendTo
+from covey.runtime.backoff import LimitedLog
 from covey.runtime.driver import CoreDriver
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.relayed import keep_alive, receive_message
 from covey.runtime.links.sockets import accept_shortage, accepted, no_delay
 from covey.runtime.links.source_limits import SourceLimits, source_of
-from covey.runtime.log_limiter import LimitedLog
-from covey.runtime.relaying.pipe import Pipe
-from covey.runtime.relaying.throttle import Throttle
+from covey.runtime.relaying.pipe import Pipe, Throttle
 from covey.runtime.tasks import Tasks
 from covey.wire.decoding import frame
 from covey.wire.relay import (
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
     from covey.wire.relay import RelayMessage
+
 
 logger = logging.getLogger("covey")
 
@@ -361,3 +364,39 @@ def _forget_one(counter: collections.Counter[str], source: str) -> None:
     counter[source] -= 1
     if counter[source] <= 0:
         del counter[source]
+
+
+RELAY_CLOSE_SECONDS: Final = 5.0
+"""How long the relay may take to close its connections."""
+
+
+class RelayThread:
+    """A relay that serves some clusters only. Its loop is not the control loop, which has other work."""
+
+    def __init__(self, listener: socket.socket, limits: RelayLimits, clusters: Callable[[], Collection[bytes]]) -> None:
+        """Take ownership of `listener`, and begin; `clusters` returns the public keys of the clusters it serves."""
+        self.port: int = listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._server = RelayServer([listener], limits, clusters)
+        self._ending = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="covey-relay", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close every connection, and end the thread. Closing twice is fine."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join(RELAY_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        self._server.open()
+        try:
+            await self._ending.wait()
+        finally:
+            await self._server.close()

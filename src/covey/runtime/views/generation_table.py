@@ -81,7 +81,7 @@ class GenerationTable:
             self._events.add(event)
 
     def _past(self) -> messages.Past:
-        from covey.runtime.past_events import encode_last  # most runs have no newcomers
+        from covey.runtime.events import encode_last  # most runs have no newcomers
 
         return messages.Past(encode_last(self._events))
 
@@ -89,7 +89,7 @@ class GenerationTable:
         """Take from a member what happened before this process was in the run. All members tell it; once is enough."""
         if not self._lacks_past:
             return
-        from covey.runtime.past_events import decode_last
+        from covey.runtime.events import decode_last
 
         try:
             earlier = decode_last(body)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from covey.compress.feedback import ErrorFeedback
     from covey.compress.parsing import Compression
-    from covey.runtime.compressed.part import Part
+    from covey.runtime.buffers import Part
     from covey.torch.backend.exchange import TensorGroup
 
     Tensors = list[torch.Tensor]

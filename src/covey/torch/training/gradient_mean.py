@@ -12,11 +12,10 @@ from covey.base.errors import ConfigError
 from covey.compress.codec import Codec, encode_with_residual
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
-from covey.runtime.buffers import as_array
-from covey.runtime.compressed.part import Part
+from covey.runtime.buffers import Part, as_array
 from covey.runtime.group.compression import codec_for_part
+from covey.runtime.group.gradients import scale
 from covey.runtime.group.internals import policy_of
-from covey.runtime.group.weights import scale
 from covey.torch.backend.below import covey_group_of
 from covey.torch.backend.lost import gather_rows, there
 

@@ -19,8 +19,7 @@ import covey.metrics
 from covey.base.errors import ConfigError
 from covey.runtime.group.internals import engine_of
 from covey.runtime.keeper.pages import parse_address, serve_ranks
-from covey.runtime.metrics.samples import BOUNDS, samples
-from covey.runtime.metrics.table import TABLE
+from covey.runtime.metrics.samples import BOUNDS, TABLE, samples
 from covey.testing.threads import run_threads
 from covey.wire import messages, reports
 

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from covey.base.errors import RemoteProtocolError
-from covey.runtime.events import KEPT, Event, Events
-from covey.runtime.past_events import decode_last, encode_last
+from covey.runtime.events import KEPT, Event, Events, decode_last, encode_last
 from covey.wire.reports import EVENTS_BYTES_LIMIT, EVENTS_LIMIT, decode_past
 
 LOSS = Event("lost", 12.5, 3, 2, (1, 4), ("rank 1 (otter)", "rank 4 (lynx)"), {"detect": 0.0, "agree": 31.25}, "why")

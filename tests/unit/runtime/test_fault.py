@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.runtime.group.endings import describe, is_failure
+from covey.runtime.fault import describe, is_failure
 from covey.runtime.views.generation import text_of_loss
 from covey.wire.messages import REASON_LIMIT
 

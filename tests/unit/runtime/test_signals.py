@@ -8,7 +8,7 @@ import threading
 import pytest
 from tests.support.waiting import DEADLINE
 
-from covey.runtime.held_signals import HeldSignals
+from covey.runtime.signals import HeldSignals
 
 
 def test_ctrl_c_is_raised_after_the_section_and_wakes_it() -> None:
