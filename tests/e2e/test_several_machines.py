@@ -300,6 +300,41 @@ def test_ssh_starts_a_run_where_no_agent_is_and_the_secret_is_on_no_command_line
     assert "train" not in seen
 
 
+def test_ssh_copies_the_folder_by_the_rules_of_agents_once_the_person_has_agreed(town: Town) -> None:
+    desk = with_ssh(town)
+    desk.folder = town.lab.folder / "copied"
+    (desk.folder / "parts").mkdir(parents=True)
+    (desk.folder / "parts" / "numbers.py").write_text("START = 1\n")
+    (desk.folder / "sent.py").write_text(TRAIN)
+    (desk.folder / "data.bin").write_bytes(bytes(range(256)) * 1000)
+    (desk.folder / ".env").write_text("TOKEN=1\n")
+    words = ("run", "--hosts", "north,south", "--copy")
+    refused = desk.covey(*words, "sent.py")
+    assert refused.returncode == 2
+    assert "this machine has never sent files to north, south by ssh, and there is no terminal" in refused.stderr
+    assert not list((town.north.home / "ssh").rglob("sent.py"))
+    ended = desk.covey(*words, "--yes", "sent.py")
+    assert ended.returncode == 0, ended.stderr
+    assert len(lines_with(ended.stdout, "of 2 sum 11")) == 2
+    assert "They get 3 files" in ended.stderr
+    assert "covey: left out: .env may hold secrets and is not sent" in ended.stderr
+    for machine in (town.north, town.south):
+        assert f"{machine.home.name}: 3 of 3 files sent" in ended.stderr
+        (work,) = (machine.home / "ssh" / "runs").glob("sent-*/work")
+        assert (work / "data.bin").read_bytes() == (desk.folder / "data.bin").read_bytes()
+        assert not (work / ".env").exists()
+
+    (desk.folder / "parts" / "numbers.py").write_text("START = 2\n")
+    again = desk.covey(*words, "sent.py")
+    assert again.returncode == 0, again.stderr
+    assert len(lines_with(again.stdout, "of 2 sum 22")) == 2
+    assert again.stderr.count("1 of 3 files sent") == 2, "only what has changed is sent, and the answer is remembered"
+    failed = desk.covey("run", "--hosts", "north,nowhere", "--copy", "--yes", "sent.py")
+    assert failed.returncode == 2
+    assert "nowhere: ssh could not connect" in failed.stderr
+    assert "of 2 sum" not in failed.stdout, "it is started on all or on none"
+
+
 @pytest.mark.thorough
 def test_a_host_that_ssh_does_not_reach_and_ctrl_c_end_the_ranks_on_the_others(town: Town) -> None:
     desk = with_ssh(town)

@@ -86,6 +86,12 @@ FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callabl
         as_json(version=2),
         lambda: trust.remember(CLUSTER, {b"j" * 32: "another"}),
     ),
+    "ssh hosts": (
+        lambda: trust.remember_ssh_hosts(["north"]),
+        "ssh-hosts.json",
+        as_json(version=2),
+        lambda: trust.remember_ssh_hosts(["south"]),
+    ),
     "identity": (
         identity.own_machine,
         "identities/0.key",

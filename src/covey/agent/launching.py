@@ -16,6 +16,7 @@ from covey.agent.shares import Printed, Said, ShareEnded
 from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.base.pace import Growing
 from covey.runtime.backoff import Backoff
+from covey.runtime.progress_bar import ProgressBar
 from covey.wire import messages
 from covey.wire.signed import machine_of
 
@@ -126,11 +127,19 @@ def launch(
     """
 
     def prepare(agent: AgentCaller) -> None:
-        deliver(agent, wanted.run, snapshot, note, is_temporary=wanted.is_temporary)
         if wanted.interpreter.requirements:
             _make_environment(agent, wanted.interpreter, note)
 
     request = StartRequest(wanted.run, wanted.processes, wanted.options, wanted.words, wanted.interpreter, wanted.lease)
+    said: list[str] = []
+    with ProgressBar("files", 0) as bar:
+
+        def send(agent: AgentCaller) -> None:
+            deliver(agent, wanted.run, snapshot, said.append, is_temporary=wanted.is_temporary, bar=bar)
+
+        for_all(agents, send)
+    for line in said:
+        note(line)
     for_all(agents, prepare)
     numbers: dict[bytes, int] = {}
 
@@ -149,15 +158,23 @@ def launch(
 
 
 def deliver(
-    agent: AgentCaller, run: str, snapshot: Snapshot, note: Callable[[str], None], *, is_temporary: bool = False
+    agent: AgentCaller,
+    run: str,
+    snapshot: Snapshot,
+    note: Callable[[str], None],
+    *,
+    is_temporary: bool = False,
+    bar: ProgressBar | None = None,
 ) -> int:
     """Bring the files of a run on an agent to those of a snapshot; return how many were sent."""
+    bar = bar or ProgressBar("", 0, wanted=False)
     number = agent.call("open_delivery", run, *([True] if is_temporary else []))
     for start in range(0, len(snapshot.entries), PAGE_ENTRIES):
         agent.call("offer_files", number, snapshot.entries[start : start + PAGE_ENTRIES])
     wanted = [index for page in agent.stream("missing_files", number) for index in page]
     if any(not 0 <= index < len(snapshot.entries) for index in wanted):
         raise ConfigError(f"{agent.name}: asked for a file that was not offered")
+    bar.expect(sum(snapshot.entries[index].size for index in wanted))
     on_the_way: list[Any] = []
     sent = 0
     for index in wanted:
@@ -170,13 +187,19 @@ def deliver(
             with agent.errors():
                 on_the_way.append(agent.begin("put_bytes", number, index, offset, data))
             sent += len(data)
+            bar.show(len(data))
     for work in on_the_way:
         with agent.errors():
             work.wait_or_cancel()
     agent.call("finish_delivery", number)
     if wanted:
-        note(f"{agent.name}: {len(wanted)} of {len(snapshot.entries)} files sent ({max(1, sent >> 10)} KiB)")
+        note(sent_text(agent.name, len(wanted), len(snapshot.entries), sent))
     return len(wanted)
+
+
+def sent_text(machine: str, count: int, total: int, size: int) -> str:
+    """Return the line about files that were sent to a machine."""
+    return f"{machine}: {count} of {total} files sent ({max(1, size >> 10)} KiB)"
 
 
 def goes_on(visit: Visit, run: str, machines: Container[bytes] | None = None) -> bool:
@@ -191,27 +214,25 @@ def goes_on(visit: Visit, run: str, machines: Container[bytes] | None = None) ->
     return any(isinstance(each, messages.Tell) and each.run == run and each.state == "running" for each in answers)
 
 
-def for_all(agents: Sequence[AgentCaller], function: Callable[[AgentCaller], None]) -> None:
-    """Call `function` with all agents at the same time; raise what went wrong, for all of them in one error."""
-    errors: dict[tuple[str, bytes], BaseException] = {}
+def for_all(machines: Sequence[T], function: Callable[[T], None]) -> None:
+    """Call `function` with all machines at the same time; raise what went wrong, for all of them in one error."""
+    errors: list[BaseException] = []
 
-    def work(agent: AgentCaller) -> None:
+    def work(machine: T) -> None:
         try:
-            function(agent)
+            function(machine)
         except BaseException as error:
-            errors[agent.name, agent.card.id] = error
+            errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(agent,), daemon=True) for agent in agents]
+    threads = [threading.Thread(target=work, args=(machine,), daemon=True) for machine in machines]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if len(errors) == 1 or any(not isinstance(error, CoveyError) for error in errors.values()):
-        raise next(
-            (error for error in errors.values() if not isinstance(error, CoveyError)), next(iter(errors.values()))
-        )
+    if len(errors) == 1 or any(not isinstance(error, CoveyError) for error in errors):
+        raise next((error for error in errors if not isinstance(error, CoveyError)), errors[0])
     if errors:
-        raise ConfigError("\n".join(str(errors[each]) for each in sorted(errors)))
+        raise ConfigError("\n".join(sorted(map(str, errors))))
 
 
 def _make_environment(agent: AgentCaller, interpreter: Interpreter, note: Callable[[str], None]) -> None:

@@ -1,7 +1,8 @@
-"""What ssh starts on another machine for `covey run --hosts`: reads what to start from its input, and starts it.
+"""What ssh starts on another machine for `covey run --hosts`: reads what to do from its input, and does it.
 
-The first line is JSON. Every further line is the number of a signal for the program. At the end of the input, which
-comes when the connection breaks, the program is told to end.
+The first line is JSON. It has the name of a run whose files follow (`ssh_files`), or a program to start. Then every
+further line is the number of a signal for the program. At the end of the input, which comes when the connection breaks,
+the program is told to end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import threading
 from typing import Final
 
 from covey.agent.jobs import ALLOWED_SIGNALS, environment
+from covey.agent.ssh_files import claimed_work_folder, take_files
+from covey.base.errors import ConfigError
+from covey.net.host.locks import LockHolder
 from covey.runtime.processes import Child, Children, exit_status
 
 FIRST_LINE_LIMIT: Final = 1 << 20
@@ -25,8 +29,11 @@ def main() -> int:
     """Start the program that the first line of the input describes; return its exit code."""
     try:
         request = json.loads(_first_line())
+        if "receive" in request:
+            with open(0, "rb", closefd=False) as source, open(1, "wb", closefd=False) as target:
+                return take_files(str(request["receive"]), source, target)
         folder, words, secret = (
-            request["folder"],
+            str(request.get("folder", "")),
             [str(word) for word in request["words"]],
             bytes.fromhex(request["secret"]),
         )
@@ -35,8 +42,28 @@ def main() -> int:
     except (ValueError, KeyError, TypeError):
         print("error: covey.agent.remote is started by `covey run --hosts`", file=sys.stderr)
         return USAGE_CODE
+    lock = LockHolder()
+    if copied := str(request.get("run", "")):
+        try:
+            lock, work = claimed_work_folder(copied)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return USAGE_CODE
+        folder = str(work)
+    try:
+        return _run(folder, words, secret)
+    finally:
+        lock.let_go()
+
+
+def _run(folder: str, words: list[str], secret: bytes) -> int:
+    """Start a program; return its exit code."""
     if not os.path.isdir(folder):
-        print(f"error: there is no folder {folder} on this machine; make it, with the program in it", file=sys.stderr)
+        print(
+            f"error: there is no folder {folder} on this machine; add --copy, which sends it, or make it, with the "
+            "program in it",
+            file=sys.stderr,
+        )
         return USAGE_CODE
     with Children() as children:
         reading, writing = os.pipe()

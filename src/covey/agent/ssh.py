@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 SSH_FAILED: Final = 255
 """The exit code of ssh itself."""
 NOT_FOUND: Final = 127
-SSH_OPTIONS: Final = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+SSH_OPTIONS: Final = (
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"),  # a machine that vanishes ends the connection
+)
 
 
 class SshHost(NamedTuple):
@@ -72,14 +75,34 @@ def ssh_command(env: Mapping[str, str]) -> list[str]:
         raise ConfigError(f"COVEY_SSH={env['COVEY_SSH']!r}: {error}") from None
 
 
+def connecting(host: SshHost, ssh: Sequence[str], python: str) -> list[str]:
+    """Return the command that starts `covey.agent.remote` on another machine."""
+    return [*ssh, *SSH_OPTIONS, host.name, f"{shlex.quote(python)} -m covey.agent.remote"]
+
+
+def explain_exit(host: SshHost, python: str, code: int) -> str:
+    """Return what an exit code of ssh means, if it is not that of the program."""
+    if code == SSH_FAILED:
+        return f"ssh could not connect (exit code {code}); `ssh {host.name}` must work without a password"
+    if code == NOT_FOUND:
+        return f"there is no {python}; name an interpreter that has covey on that machine with --python"
+    return ""
+
+
 class SshShare:
     """The program of a run on one machine, started with ssh."""
 
-    def __init__(self, host: SshHost, ssh: Sequence[str], python: str, words: Sequence[str], secret: bytes) -> None:
-        """`words` follow `covey` on that machine; `secret` is the cluster's."""
-        self.name = host.name
-        self._argv = [*ssh, *SSH_OPTIONS, host.name, f"{shlex.quote(python)} -m covey.agent.remote"]
-        request = json.dumps({"folder": os.getcwd(), "words": list(words), "secret": secret.hex()})
+    def __init__(
+        self, host: SshHost, ssh: Sequence[str], python: str, words: Sequence[str], secret: bytes, copy_of: str = ""
+    ) -> None:
+        """`words` follow `covey` on that machine; `secret` is the cluster's.
+
+        The program is in the folder of the same path as here; or where the files of the run `copy_of` were sent.
+        """
+        self.name, self._host = host.name, host
+        self._argv = connecting(host, ssh, python)
+        where = {"run": copy_of} if copy_of else {"folder": os.getcwd()}
+        request = json.dumps({**where, "words": list(words), "secret": secret.hex()})
         self._python = python
         self._lock = threading.Lock()
         self._input: IO[bytes] | None = None
@@ -112,7 +135,7 @@ class SshShare:
             with self._lock:
                 self._input = None
             code = processes.exit_status(child.code or 0)
-        report(ShareEnded(code, self._explain(code)))
+        report(ShareEnded(code, explain_exit(self._host, self._python, code)))
 
     def send_signal(self, signum: int) -> None:
         """Pass a signal on, through the input of ssh."""
@@ -127,10 +150,3 @@ class SshShare:
                 self._input.write("".join(f"{line}\n" for line in self._unsaid).encode())
                 self._input.flush()
             self._unsaid.clear()
-
-    def _explain(self, code: int) -> str:
-        if code == SSH_FAILED:
-            return f"ssh could not connect (exit code {code}); `ssh {self.name}` must work without a password"
-        if code == NOT_FOUND:
-            return f"there is no {self._python}; name an interpreter that has covey on that machine with --python"
-        return ""

@@ -55,7 +55,7 @@ def ask_to_send(
     """
     first = [*(each for each in found.trusted if not book[each.machine].has_had_files), *found.new]
     if first:
-        _show(first, book, snapshot)
+        _show([_described(each, book) for each in first], snapshot)
         ids = ", ".join(f"{each.name} ({id_text(each.machine)})" for each in first)
         confirm(
             "Send them there, and trust these machines from now on?",
@@ -68,13 +68,35 @@ def ask_to_send(
     return [*found.trusted, *found.new]
 
 
-def _show(machines: Sequence[AgentCaller], book: Mapping[bytes, TrustedMachine], snapshot: Snapshot) -> None:
+def ask_to_send_by_ssh(hosts: Sequence[str], snapshot: Snapshot, *, yes: bool) -> None:
+    """Ask once for each machine, as it was typed, before files go there by ssh. The answer is remembered.
+
+    Raises:
+        ConfigError: there is no terminal to ask on, and not `yes`.
+    """
+    first = sorted({*hosts} - trust.ssh_hosts())
+    if first:
+        _show([f"{each}  (by ssh)" for each in first], snapshot)
+        listed = ", ".join(first)
+        confirm(
+            "Send them there, now and from now on?",
+            yes=yes,
+            refusal=f"this machine has never sent files to {listed} by ssh",
+        )
+        trust.remember_ssh_hosts(first)
+
+
+def _described(agent: AgentCaller, book: Mapping[bytes, TrustedMachine]) -> str:
+    known = book.get(agent.machine)
+    how = "approved by the owner" if known is not None and known.by_owner else "trusted" if known else "new here"
+    return f"{agent.name}  {id_text(agent.machine)}  ({how})"
+
+
+def _show(machines: Sequence[str], snapshot: Snapshot) -> None:
     """Print the machines that get files for the first time, and what they get."""
     say("These machines have not had files of this machine yet:", err=True)
     for each in machines:
-        known = book.get(each.machine)
-        how = "approved by the owner" if known is not None and known.by_owner else "trusted" if known else "new here"
-        typer.echo(f"  {each.name}  {id_text(each.machine)}  ({how})", err=True)
+        typer.echo(f"  {each}", err=True)
     count = plural(len(snapshot.entries), "file")
     say(f"They get {count} ({size_text(snapshot.size)}) of {snapshot.folder}. The largest:", err=True)
     for path, size in largest(snapshot):

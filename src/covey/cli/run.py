@@ -100,6 +100,10 @@ class RunRequest:
             rich_help_panel=_MACHINES,
         ),
     ] = None
+    copy: Annotated[
+        bool,
+        typer.Option("--copy", help="With --hosts: send this folder there, as --on does.", rich_help_panel=_MACHINES),
+    ] = False
     requirements: Annotated[
         str | None,
         typer.Option(
@@ -112,7 +116,7 @@ class RunRequest:
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="With --on: also send these files, which may hold secrets; may be given repeatedly.",
+            help="With --on or --copy: also send these files, which may hold secrets; may be given repeatedly.",
             rich_help_panel=_MACHINES,
         ),
     ] = None
@@ -120,7 +124,7 @@ class RunRequest:
         bool,
         typer.Option(
             "--yes",
-            help="With --on: do not ask before files are sent to a machine for the first time.",
+            help="With --on or --copy: do not ask before files are sent to a machine for the first time.",
             rich_help_panel=_MACHINES,
         ),
     ] = False
@@ -206,7 +210,8 @@ def run(request: RunRequest) -> None:
     In a cluster, type the same command on each machine: covey run train.py
 
     Or start it on several machines from here: with --on where `covey up` runs, else with --hosts and ssh. --on sends
-    this folder; the first time that a machine gets files, it shows which machine and how many files, and asks.
+    this folder, --hosts does so with --copy; the first time that a machine gets files, it shows which machine and how
+    many files, and asks.
 
     The nodes find each other when the script calls covey.join() or, with torch, init_process_group("covey").
 
@@ -223,9 +228,10 @@ def run(request: RunRequest) -> None:
     """
     if request.on is not None or request.hosts is not None:
         code = _on_several(request)
-    elif request.requirements is not None or request.detach or request.include or request.yes:
+    elif request.requirements is not None or request.detach or request.include or request.yes or request.copy:
         raise ConfigError(
-            "--requirements, --include, --yes and --detach go with --on: they are about programs that agents start"
+            "--requirements, --include, --yes and --detach go with --on, and --copy with --hosts: they are about "
+            "programs on other machines"
         )
     elif request.processes is not None and not request.is_of_cluster:
         code = _here(request, request.processes)
@@ -349,6 +355,7 @@ def _on_several(request: RunRequest) -> int:
         request.detach,
         tuple(request.include or ()),
         request.yes,
+        request.copy,
     )
     machines = split_list(request.on or request.hosts or "")
     kept = None if request.detach else _saved(request, request.run_name, 0, _cluster_name({}), machines)

@@ -20,9 +20,10 @@ from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
     from covey.agent.requests import Interpreter
+    from covey.agent.ssh import SshHost
     from covey.net.keys.clusters import Cluster
 
 REQUIREMENTS_BYTES: Final = 32 << 10
@@ -57,6 +58,8 @@ class FanOut(NamedTuple):
     """Patterns of files that are sent although they may hold secrets."""
     yes: bool = False
     """Whether the person agrees to send files to machines that never had any."""
+    copy: bool = False
+    """Whether the folder is sent by ssh, too."""
 
 
 def start(program: Program, terms: FanOut, *, on: str | None, hosts: str | None) -> int:
@@ -68,10 +71,12 @@ def start(program: Program, terms: FanOut, *, on: str | None, hosts: str | None)
     if program.requirements is not None and program.python is not None:
         raise ConfigError("--requirements makes an interpreter, and --python names one; give one of them")
     if on is not None:
+        if terms.copy:
+            raise ConfigError("--copy goes with --hosts: --on sends the folder anyway")
         return _on_agents(program, terms, split_list(on))
     assert hosts is not None
-    if terms.includes or terms.yes:
-        raise ConfigError("--include and --yes are about files that are sent to agents, and --hosts sends none")
+    if (terms.includes or terms.yes) and not terms.copy:
+        raise ConfigError("--include and --yes are about files that are sent; with --hosts, --copy sends them")
     if terms.detach or program.requirements is not None:
         raise ConfigError("--detach and --requirements need an agent on each machine: use --on, and `covey up` there")
     return _with_ssh(program, terms, hosts)
@@ -159,20 +164,52 @@ def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
     of_all = {**terms.settings, "cluster": cluster.name, "seeds": seeds, "run": program.run}
     python = program.python or sys.executable
     others = [*terms.words, *(["--python", program.python] if program.python else [])]
-    total = sum(host.processes for host in hosts)
+    total, ssh, script = sum(host.processes for host in hosts), ssh_command(os.environ), program.script
+    screen = Screen(logs)
+    if terms.copy:
+        script = script_in(Path.cwd(), program)
+        _copy_with_ssh(hosts, ssh, python, program.run, terms, screen.note)
     shares = []
     for host in hosts:
         words = ["run", "-n", str(host.processes), *words_of(sized(of_all, total)), *others]
-        words += [program.script, *program.arguments]
-        shares.append(SshShare(host, ssh_command(os.environ), python, words, cluster.secret.key))
+        words += [script, *program.arguments]
+        copied = program.run if terms.copy else ""
+        shares.append(SshShare(host, ssh, python, words, cluster.secret.key, copied))
 
     def run_goes_on() -> bool:
         with visiting(cluster, group_config(env), announce=False) as visit:
             visit.look(1.0, until=lambda visit: bool(visit.members()))
             return goes_on(visit, program.run)
 
-    screen = Screen(logs)
     return screen.code_of(SharedRun(shares, screen, run_goes_on).attend())
+
+
+def _copy_with_ssh(
+    hosts: Sequence[SshHost], ssh: Sequence[str], python: str, run: str, terms: FanOut, note: Callable[[str], None]
+) -> None:
+    """Send the working folder to all hosts, once the person has agreed."""
+    from covey.agent.launching import for_all, sent_text
+    from covey.agent.requests import check_run_name
+    from covey.agent.snapshot import take_snapshot
+    from covey.agent.ssh_files import deliver_by_ssh
+    from covey.cli import consent
+    from covey.runtime.progress_bar import ProgressBar
+
+    check_run_name(run)
+    said: list[str] = []
+    with take_snapshot(Path.cwd(), None if terms.log_dir is None else Path(terms.log_dir), terms.includes) as snapshot:
+        consent.tell_left_out(snapshot, ())
+        consent.ask_to_send_by_ssh([host.name for host in hosts], snapshot, yes=terms.yes)
+        with ProgressBar("files", 0) as bar:
+
+            def send(host: SshHost) -> None:
+                count, size = deliver_by_ssh(host, ssh, python, run, snapshot, bar)
+                if count:
+                    said.append(sent_text(host.name, count, len(snapshot.entries), size))
+
+            for_all(hosts, send)
+    for line in said:
+        note(line)
 
 
 def script_in(folder: Path, program: Program) -> str:

@@ -2,12 +2,13 @@
 
 A machine is its first key (`wire.signed`). A name is bound to that key when the machine is trusted; what one of its
 nodes calls itself later decides nothing. What the person said is in `trusted.json` in covey's folder, by cluster.
+Machines that files reach by ssh are in `ssh-hosts.json`, as they were typed: ssh knows their keys.
 """
 
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -19,14 +20,16 @@ from covey.net.keys import charter
 from covey.net.keys.identity import ID_BYTES, node_name, stored_machine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from covey.net.keys.clusters import Cluster
 
 TRUST_FILE: Final = "trusted.json"
+SSH_HOSTS_FILE: Final = "ssh-hosts.json"
 TRUST_FORMAT: Final = 1
-"""The version of the file."""
+"""The version of the files."""
+_File = TypeVar("_File")
 
 
 class TrustedMachine(NamedTuple):
@@ -49,6 +52,13 @@ class _TrustFile(msgspec.Struct, forbid_unknown_fields=True):
 
     version: int
     clusters: dict[str, dict[str, _Entry]] = {}
+
+
+class _SshHosts(msgspec.Struct, forbid_unknown_fields=True):
+    """The format of the file of machines behind ssh."""
+
+    version: int
+    hosts: list[str] = []
 
 
 class _Version(msgspec.Struct):
@@ -92,6 +102,31 @@ def forget(cluster: Cluster, machine: bytes) -> None:
     _change(cluster, lambda entries: entries.pop(machine.hex(), None))
 
 
+def ssh_hosts() -> set[str]:
+    """Return the machines to which files may go by ssh, as they were typed.
+
+    Raises:
+        ConfigError: the file is damaged, open to other users, or of a later covey.
+    """
+    return set(_read_ssh_hosts().hosts)
+
+
+def remember_ssh_hosts(names: Iterable[str]) -> None:
+    """Let files go to machines by ssh from now on."""
+    with only_one(home() / f".{SSH_HOSTS_FILE}.lock"):
+        hosts = sorted({*_read_ssh_hosts().hosts, *names})
+        data = msgspec.json.encode(_SshHosts(TRUST_FORMAT, hosts))
+        write_private(existing() / SSH_HOSTS_FILE, msgspec.json.format(data, indent=2) + b"\n")
+
+
+def _read_ssh_hosts() -> _SshHosts:
+    path = existing() / SSH_HOSTS_FILE
+    try:
+        return _decode(path, read_private(path), _SshHosts)
+    except FileNotFoundError:
+        return _SshHosts(TRUST_FORMAT)
+
+
 def _change(cluster: Cluster, change: Callable[[dict[str, _Entry]], object]) -> None:
     with only_one(home() / f".{TRUST_FILE}.lock"):
         file = _read()
@@ -108,23 +143,33 @@ def _read() -> _TrustFile:
         data = read_private(_path())
     except FileNotFoundError:
         return _TrustFile(TRUST_FORMAT)
-    advice = f"remove {_path()}, and covey asks again before it sends files to a machine"
-    damaged = ConfigError(f"the list of trusted machines {_path()} is damaged; {advice}")
+    file = _decode(_path(), data, _TrustFile)
+    try:
+        sizes = {len(bytes.fromhex(each)) for entries in file.clusters.values() for each in entries}
+    except ValueError:
+        raise _damaged(_path()) from None
+    if not sizes <= {ID_BYTES}:
+        raise _damaged(_path())
+    return file
+
+
+def _decode(path: Path, data: bytes, kind: type[_File]) -> _File:
     try:
         version = msgspec.json.decode(data, type=_Version).version
     except msgspec.DecodeError:
-        raise damaged from None
+        raise _damaged(path) from None
     if version < 1:
-        raise damaged
+        raise _damaged(path)
     try:
         check_format(version, TRUST_FORMAT)
     except NewerFormatError as error:
-        raise newer_file(_path(), error) from None
+        raise newer_file(path, error) from None
     try:
-        file = msgspec.json.decode(data, type=_TrustFile)
-        sizes = {len(bytes.fromhex(each)) for entries in file.clusters.values() for each in entries}
-    except (ValueError, msgspec.DecodeError):
-        raise damaged from None
-    if not sizes <= {ID_BYTES}:
-        raise damaged
-    return file
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError:
+        raise _damaged(path) from None
+
+
+def _damaged(path: Path) -> ConfigError:
+    advice = f"remove {path}, and covey asks again before it sends files to a machine"
+    return ConfigError(f"the list of trusted machines {path} is damaged; {advice}")
