@@ -115,6 +115,7 @@ def test_a_program_cannot_tell_how_it_was_started(tmp_path: Path) -> None:
             assert facts["environment"].pop("COVEY_GAVE_RANK") == f"{rank}/2/{port}"
             folder = facts["environment"].pop("COVEY_MEET")
             assert facts["environment"].pop("COVEY_KEEPER").startswith(folder)
+            assert "history" in facts["environment"].pop("COVEY_KEPT_FOLDER")
             assert facts["environment"].pop("COVEY_WARM_START") in (COLD, WARM)
             assert facts["environment"]["COVEY_RANK"] == str(rank)
         assert other.keys() == one.keys()

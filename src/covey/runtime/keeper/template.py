@@ -77,9 +77,13 @@ def _preload(channel: socket.socket) -> bool:
     before = _open_descriptors()
     for name in PRELOADED:
         importlib.import_module(name)
+    from covey.base.lane_kinds import KINDS
     from covey.base.native import native
+    from covey.runtime.lanes.opener import opener_class
     from covey.runtime.processes import libc
 
+    for kind in KINDS.values():
+        opener_class(kind)
     native()
     libc()
     if threading.active_count() > 1 or _open_descriptors() != before:
