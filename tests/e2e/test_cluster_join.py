@@ -227,9 +227,9 @@ def test_nodes_that_want_different_things_refuse_each_other_and_say_why(
     waits = cluster.start(**({"size": 2} | other))
     assert heard(waits) == "joining"
     both = [waits, cluster.start(**({"size": 2} | one))]
-    told = [pipes.read_until(process.stderr, "refused: ") for process in both]
+    told = [pipes.read_until(process.stderr, "problems: ") for process in both]
     for text in told:
-        assert what in text.partition("refused: ")[2], text
+        assert what in text.partition("problems: ")[2], text
     if what == "runs":
         assert "evaluate.py" in told[0]
         assert "train.py" in told[1]

@@ -107,7 +107,7 @@ def test_a_run_that_waits_alone_comes_first_with_what_it_waits_for(job: Job) -> 
     (met,) = said["nodes"]
     assert (met["wait"]["cause"], met["wait"]["program"], met["wait"]["min_size"]) == ("nodes", "x", 2)
     assert (met["wait"]["problems"], met["wait"]["seeds"]) == ({}, {})  # the doctors that have left are no problem
-    text = doctor(job, COVEY_SECRET=secret).out
+    text = doctor(job, "-v", COVEY_SECRET=secret).out
     assert text.index("Run 'my-run' has waited") < text.index("This machine")
     other = said_by(doctor(job, "--json", COVEY_SECRET=secrets.token_hex(32)))
     assert (other["nodes"], other["other_processes"], codes(other)) == ([], [node.pid], ["nobody", "other-cluster"])
@@ -116,6 +116,10 @@ def test_a_run_that_waits_alone_comes_first_with_what_it_waits_for(job: Job) -> 
 
 def test_outside_of_a_cluster_this_machine_is_examined_and_the_way_into_one_is_told(job: Job) -> None:
     ended = doctor(job)
+    assert ended.code == 1
+    assert "covey init" in ended.out
+    assert "This machine" not in ended.out
+    ended = doctor(job, "--verbose")
     assert ended.code == 1
     for words in ("This machine", "Settings", "Interfaces", "Findings", "covey init", "covey enroll", "1 problem"):
         assert words in ended.out
@@ -210,7 +214,7 @@ def test_a_name_that_takes_forever_to_look_up_does_not_delay_it(job: Job) -> Non
 @pytest.mark.parametrize("columns", [60, pytest.param(120, marks=pytest.mark.thorough)])
 def test_on_a_terminal_it_shows_progress_and_colours_and_fits(job: Job, columns: int) -> None:
     script = job.folder / "doctor.py"
-    script.write_text(DOCTOR.format(words=["doctor"]))
+    script.write_text(DOCTOR.format(words=["doctor", "-v"]))
     front, back = pty.openpty()
     env = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo", "COVEY_SECRET": secrets.token_hex(32)}
     clean = {key: value for key, value in os.environ.items() if not key.startswith("COVEY_") and key != "NO_COLOR"}
@@ -230,6 +234,25 @@ def test_on_a_terminal_it_shows_progress_and_colours_and_fits(job: Job, columns:
     assert "\x1b[1;31mproblem" in text
     report = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).split("This machine", 1)[1]
     assert max(len(line.rstrip()) for line in report.splitlines()) <= columns
+
+
+def test_it_explains_a_wait_that_is_over_until_the_run_has_begun(job: Job) -> None:
+    secret = secrets.token_hex(32)
+    env = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo", "COVEY_SECRET": secret, "COVEY_RUN_PROGRAM": "x"}
+    ended = finish(job.start("import covey; covey.join('my-run', timeout=1.5)", **env))
+    assert "Timed out" not in ended.out
+    assert "`covey doctor` looks for the reason" in ended.err
+    said = said_by(doctor(job, "--json", COVEY_SECRET=secret))
+    assert codes(said) == ["gave-up"]
+    assert said["findings"][0]["text"].startswith("Run 'my-run' gave up on this machine ")
+    assert said["last_wait"]["wait"]["program"] == "x"
+    nodes = [job.start(WAITING, **env) for _ in range(2)]
+    for node in nodes:
+        assert [pipes.stdout(node).readline() for _ in range(2)] == ["ready\n", "joined\n"]
+    for node in nodes:
+        assert finish(node).code == 0
+    said = said_by(doctor(job, "--json", COVEY_SECRET=secret))
+    assert (codes(said), said["last_wait"]) == (["nobody"], None)
 
 
 def _read(front: int, process: subprocess.Popen[bytes]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,13 +13,14 @@ from tests.support.in_turn import in_turn
 from covey.base.errors import ConfigError
 from covey.coordinator.state_file import StateFile
 from covey.net.audit import audit_log
-from covey.net.host import folders, saved_figures, saved_runs
+from covey.net.host import folders, last_wait, saved_figures, saved_runs
 from covey.net.keys import clusters, identity, owner, trust
 from covey.net.keys.clusters import Cluster
 from covey.proto.ballot import first_record
 from covey.runtime.joining.records import Records
 from covey.wire.lineage import Ending, Remembered
 from covey.wire.membership import Bound, MemberKey
+from covey.wire.messages import Wait
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
@@ -67,6 +69,13 @@ def save_run() -> None:
     saved_runs.SavedRun(record, output_bytes=0, total_bytes=1 << 20).end(0, "")
 
 
+def keep_wait() -> None:
+    wait = Wait("nodes", "1 of 2 nodes so far")
+    last_wait.keep_wait(
+        last_wait.FailedWait(run="train", cluster="lab", at=time.time(), seconds=60.0, node="n", wait=wait)
+    )
+
+
 FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callable[[], Any]]] = {
     "cluster": (
         lambda: clusters.save(CLUSTER),
@@ -110,6 +119,12 @@ FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callabl
         "runs/*.lineages",
         as_array(at=3),
         lambda: records().remember(Remembered(ended=(Ending(b"m" * 16, True),))),
+    ),
+    "last wait": (
+        keep_wait,
+        "last-wait",
+        as_json(format=2),
+        lambda: last_wait._read(folders.existing() / last_wait.LAST_WAIT_FILE),
     ),
     "run": (save_run, "history/*/about", as_json(format=2), saved_runs.past_runs),
     "audit": (write_log, "audit/head", as_json(format=2), write_log),
@@ -156,3 +171,26 @@ def test_the_state_of_a_later_coordinator_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a later release of covey"):
         StateFile(tmp_path / "state")
     assert path.read_bytes() == before
+
+
+def test_a_failed_wait_is_kept_for_its_cluster_until_its_run_has_begun() -> None:
+    assert last_wait.last_wait("lab") is None
+    keep_wait()
+    found = last_wait.last_wait("lab")
+    assert found is not None
+    assert (found.run, found.wait.text) == ("train", "1 of 2 nodes so far")
+    assert last_wait.last_wait("home") is None
+    last_wait.forget_wait("evaluate", "lab")
+    assert last_wait.last_wait("lab") == found
+    last_wait.keep_wait(msgspec.structs.replace(found, at=found.at - last_wait.WAIT_RECENT_SECONDS - 1))
+    assert last_wait.last_wait("lab") is None
+    last_wait.keep_wait(found)
+    last_wait.forget_wait("train", "lab")
+    assert last_wait.last_wait("lab") is None
+    last_wait.keep_wait(found)
+    path = folders.existing() / last_wait.LAST_WAIT_FILE
+    path.write_bytes(newer := as_json(format=2)(path.read_bytes()))
+    last_wait.keep_wait(found)
+    assert path.read_bytes() == newer, "that of a later release stays"
+    path.write_bytes(b"damaged")
+    assert last_wait.last_wait("lab") is None

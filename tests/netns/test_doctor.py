@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.support import pipes
 from tests.support.nodes import PORT, SOURCE, Cluster, Node, wait_until_listening
 from tests.support.waiting import DEADLINE
 
@@ -149,7 +150,7 @@ def test_a_machine_that_is_heard_but_closed_both_ways_is_named(promised: Callabl
         said = see_doctor(lan.hosts[1], cluster)
         assert said.seconds < promised(MOST_SECONDS)
         assert said.code == 1
-        assert list(said.findings) == ["unreachable", "nobody"]
+        assert list(said.findings) == ["unreachable"]
         assert lan.hosts[0].ip4 in said.facts["unreachable"]
         assert PORTS_TO_OPEN in said.findings["unreachable"]["remedy"]
 
@@ -162,7 +163,7 @@ def test_a_node_with_another_secret_nearby_is_noticed_by_its_announcement_and_at
         said = see_doctor(lan.hosts[1], Cluster(), "--seeds", seed)
         assert said.seconds < promised(MOST_SECONDS)
         assert said.code == 1
-        assert list(said.findings) == ["wrong-secret-at-seed", "wrong-secret-nearby", "nobody"]
+        assert list(said.findings) == ["wrong-secret-at-seed", "wrong-secret-nearby"]
         for code in ("wrong-secret-at-seed", "wrong-secret-nearby"):
             assert seed in said.findings[code]["text"]
 
@@ -232,6 +233,26 @@ def test_a_seed_that_refuses_connections_is_a_machine_where_covey_is_to_be_start
         assert "firewall" not in finding["remedy"]
         idle = see_doctor(lan.hosts[1], cluster, "--seeds", f"{seed}:47701")
         assert "firewall" not in idle.findings["seed-silent"]["remedy"]
+
+
+def test_init_typed_on_both_machines_is_told_by_the_node_that_waits_and_by_the_doctor() -> None:
+    with Lan(hosts=2, kind="bridge", prefix=PREFIX) as lan:
+        env = {"PYTHONPATH": str(SOURCE)}
+        for host in lan.hosts:
+            init = host.popen([sys.executable, "-m", "covey", "init"], env=env)
+            assert init.wait(DEADLINE) == 0
+        join = "import covey; covey.join('train', timeout=500)"
+        nodes = [host.popen([sys.executable, "-c", join], env=env) for host in lan.hosts]
+        told = pipes.read_until(pipes.stderr(nodes[0]), "type `covey pair` here and `covey enroll` there")
+        assert f"{lan.hosts[1].ip4}" in told
+        assert "announces another secret than cluster 'home' has here" in told
+        doctor = lan.hosts[0].popen([sys.executable, "-m", "covey", "doctor"], env=env)
+        out, err = doctor.communicate(timeout=DEADLINE)
+        assert (doctor.returncode, err) == (1, "")
+        words = " ".join(out.split())
+        assert words.startswith("problem ")
+        assert "`covey init` was probably typed on both" in words
+        assert lan.hosts[1].ip4 in words
 
 
 @contextlib.contextmanager

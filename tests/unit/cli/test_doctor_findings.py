@@ -180,7 +180,7 @@ def test_no_node_found_is_a_problem_that_two_doctors_solve(heard: int) -> None:
 
 def test_a_machine_that_is_heard_but_not_reached_is_named_before_what_follows_from_it() -> None:
     facts = replace(ALONE, unreachable=dict.fromkeys(("10.0.0.7", "fe80::7"), "cannot be reached: no answer in time"))
-    assert found(facts) == [("problem", "unreachable"), ("problem", "nobody")]
+    assert found(facts) == [("problem", "unreachable")]
     assert "10.0.0.7, fe80::7" in findings(facts)[0].text
     assert "47700-47731/tcp" in findings(facts)[0].remedy
 
@@ -208,7 +208,7 @@ def test_a_seed_that_answered_after_all_is_no_finding() -> None:
 
 def test_a_seed_that_hangs_up_has_another_secret() -> None:
     facts = replace(ALONE, seeds=(SeedFacts(text="10.0.0.5:47700", answered=False, hung_up=True, problem="x"),))
-    assert found(facts) == [("problem", "wrong-secret-at-seed"), ("problem", "nobody")]
+    assert found(facts) == [("problem", "wrong-secret-at-seed")]
     assert "covey init --show home" in findings(facts)[0].remedy
 
 
@@ -218,6 +218,28 @@ def test_another_secret_nearby_matters_where_no_node_was_found(nodes: tuple[MetN
     finding = findings(replace(WELL, nodes=nodes, interfaces=(LOOPBACK, stranger)))[0]
     assert (finding.weight, finding.code) == (weight, "wrong-secret-nearby")
     assert "10.0.0.9:47700" in finding.text
+
+
+def test_init_typed_on_both_machines_is_told_with_what_to_type_on_which() -> None:
+    stranger = replace(CABLE, foreign=("10.0.0.9:47700",))
+    facts = replace(ALONE, interfaces=(LOOPBACK, stranger), is_owner=True)
+    finding = only(facts)
+    assert (finding.weight, finding.code) == ("problem", "two-clusters")
+    assert "10.0.0.9:47700" in finding.text
+    assert "`covey init` was probably typed on both" in finding.text
+    assert "`covey pair` on one" in finding.remedy
+    assert "`covey enroll` on the other" in finding.remedy
+    assert only(replace(facts, nodes=(BETA,))).code == "wrong-secret-nearby"
+    assert findings(replace(facts, is_owner=False))[0].code == "wrong-secret-nearby"
+
+
+@pytest.mark.parametrize("is_owner", [False, True])
+def test_a_machine_that_missed_a_new_secret_is_told_so(is_owner: bool) -> None:
+    stranger = replace(CABLE, foreign=("10.0.0.9:47700",))
+    finding = only(replace(ALONE, interfaces=(LOOPBACK, stranger), is_owner=is_owner, knows_others=True))
+    assert (finding.weight, finding.code) == ("problem", "old-secret")
+    assert "covey secret rotate" in finding.text
+    assert "`covey enroll` on the one that has the old" in finding.remedy
 
 
 @pytest.mark.parametrize(
@@ -335,7 +357,7 @@ def test_findings_come_by_weight() -> None:
 def test_the_report_names_everything_and_fits_the_width(width: int) -> None:
     facts = replace(with_beta(clock_offset=99.0, ways_back=(BACK_CLOSED,)), interfaces=(LOOPBACK, CABLE, WIFI))
     out = io.StringIO()
-    Console(file=out, width=width, highlight=False).print(as_text(facts, findings(facts)))
+    Console(file=out, width=width, highlight=False).print(as_text(facts, findings(facts), has_facts=True))
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
@@ -343,6 +365,25 @@ def test_the_report_names_everything_and_fits_the_width(width: int) -> None:
         assert word in words
     assert "warning" in words
     assert "1 warning, 1 note" in words
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_findings_alone_fit_the_width_and_say_where_the_facts_are(width: int) -> None:
+    facts = with_beta(clock_offset=99.0, ways_back=(BACK_CLOSED,))
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(as_text(facts, findings(facts), has_facts=False))
+    assert max(map(len, out.getvalue().splitlines())) <= width
+    words = " ".join(out.getvalue().split())
+    assert words.startswith("warning One-way firewall")
+    assert words.endswith("1 warning, 1 note (covey doctor -v prints the facts); 0.0 s")
+    assert "eth0" not in words
+    assert "nothing is wrong" in _shown(WELL)
+
+
+def _shown(facts: Facts) -> str:
+    out = io.StringIO()
+    Console(file=out, width=80, highlight=False).print(as_text(facts, findings(facts), has_facts=False))
+    return out.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -360,7 +401,7 @@ def test_no_word_is_cut_and_no_fact_lost_where_there_is_little_room(width: int) 
 
     def words(columns: int) -> set[str]:
         out = io.StringIO()
-        Console(file=out, width=columns, highlight=False).print(as_text(facts, findings(facts)))
+        Console(file=out, width=columns, highlight=False).print(as_text(facts, findings(facts), has_facts=True))
         assert max(map(len, out.getvalue().splitlines())) <= columns
         return {word.strip(",") for word in out.getvalue().split()}
 
@@ -377,7 +418,18 @@ def test_the_json_has_all_facts_and_findings() -> None:
     assert set(said) == {
         *("format", "machine", "cluster", "cluster_problem", "interfaces", "interfaces_problem", "multicast_problem"),
         *("host_problem", "search_problem", "looked", "nodes", "other_processes", "unreachable", "seeds", "refusals"),
-        *("limits", "relays", "router", "router_ip", "router_problem", "seconds", "findings"),
+        *(
+            "is_owner",
+            "knows_others",
+            "last_wait",
+            "limits",
+            "relays",
+            "router",
+            "router_ip",
+            "router_problem",
+            "seconds",
+            "findings",
+        ),
     }
 
 

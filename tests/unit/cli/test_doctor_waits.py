@@ -9,7 +9,7 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.unit.cli.test_doctor_findings import ALONE, BETA, CABLE, LOOPBACK, MACHINE, WELL, found, only
 
-from covey.cli.doctor.facts import Facts, Folder, MetNode, SeedFacts, WaitFacts
+from covey.cli.doctor.facts import Facts, Folder, MetNode, PastWait, SeedFacts, WaitFacts
 from covey.cli.doctor.finding import UNKNOWN_CURE, Obstacle, cure, obstacle
 from covey.cli.doctor.findings import findings
 
@@ -83,7 +83,7 @@ def test_seeds_with_the_same_error_are_one_finding_and_a_node_that_met_others_ne
         ({"size": None, "max_size": 4}, "was started with --min 2 --max 4", "--max"),
         ({"program": "other.py"}, "this machine runs 'train.py' and beta runs 'other.py'", "same script"),
         ({"on_loss": "continue"}, "--on-loss raise and beta was started with --on-loss continue", "--on-loss"),
-        ({"version": "1.1"}, "speaks protocol 1.0 and beta speaks protocol 1.1", "Update covey"),
+        ({"version": "1.1"}, "has covey 1.0 (protocol 1.0) and beta has covey 1.0 (protocol 1.1)", "Update covey"),
         ({"lanes": "tcp"}, "uses lanes 'auto' and beta uses lanes 'tcp'", "COVEY_LANES"),
     ],
 )
@@ -317,3 +317,33 @@ def test_every_obstacle_has_a_cure(kind: Obstacle) -> None:
     sign = next(iter(_SIGNS.get(kind, ("?",))))
     assert obstacle(sign) is kind
     assert cure(sign, "10.0.0.9", "home")
+
+
+def given_up(**differs: Any) -> Facts:
+    past = PastWait(run="train", node="alpha-aaaa", ago=130.0, seconds=60.0, wait=replace(WAIT, **differs))
+    return replace(ALONE, last_wait=past)
+
+
+def test_a_wait_that_is_over_is_explained_afterwards() -> None:
+    finding = only(given_up(seeds={"10.0.0.9": "10.0.0.9:47700: Connection refused"}))
+    assert (finding.weight, finding.code) == ("problem", "gave-up")
+    assert finding.text == (
+        "Run 'train' gave up on this machine 2 min ago, after 60 s: 1 of 2 nodes so far. No covey node answered at its "
+        "seed 10.0.0.9: 10.0.0.9:47700: Connection refused."
+    )
+    assert "no covey node listens there" in finding.remedy
+    refused = given_up(refused={"beta-x7a2": "was started with --size 3, this node --size 2; use the same on both"})
+    assert "beta-x7a2 cannot be in it: was started with --size 3" in only(refused).text
+    assert "Start the same command on the other machines" in only(given_up()).remedy
+
+
+def test_a_wait_that_is_over_is_not_told_of_a_run_that_waits_again_or_goes_on() -> None:
+    assert [code for _, code in found(replace(given_up(), nodes=(HERE,)))] == ["waiting-nodes"]
+    assert found(replace(given_up(), nodes=(replace(BETA, run="train", state="running"),))) == []
+    assert [code for _, code in found(replace(given_up(), nodes=(BETA,)))] == ["gave-up"]
+
+
+def test_a_seed_of_a_wait_that_is_over_is_told_once() -> None:
+    silent = SeedFacts(text="10.0.0.9", answered=False, problem="10.0.0.9:47700: Connection refused")
+    facts = replace(given_up(seeds={"10.0.0.9": "10.0.0.9:47700: Connection refused"}), seeds=(silent,))
+    assert only(facts).code == "gave-up"

@@ -53,8 +53,13 @@ def doctor(
     seeds: Annotated[
         str | None, typer.Option(metavar="A,B", help="Also look for nodes at these addresses: host:port")
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print the facts: machine, settings, interfaces, nodes.")
+    ] = False,
 ) -> None:
-    """Explain why a run waits, or why machines do not find each other. Run it on two of them at the same time.
+    """Explain why a run waits, or waited in vain, or why machines do not find each other.
+
+    It prints what it found, each with what to do. Run it on two machines at the same time: they look for each other.
 
     Exits with 0 if it finds no problem, with 1 if it finds one, and with 2 if a setting is invalid.
     """
@@ -66,7 +71,7 @@ def doctor(
         if as_json_:
             typer.echo(json.dumps(as_json(facts, found)))
         else:
-            _print(as_text(facts, found))
+            _print(as_text(facts, found, has_facts=verbose))
     raise typer.Exit(int(any(finding.weight == "problem" for finding in found)))
 
 
@@ -95,7 +100,10 @@ def _gather_facts(cluster: str | None, interfaces: str | None, seeds: str | None
 
 
 def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: Callable[[str], None]) -> Facts:
-    from covey.cli.doctor.network import look_at_interfaces  # here, because it imports all that clusters need
+    from covey.cli.doctor.network import (
+        look_at_interfaces,
+        with_memory,
+    )  # here, because it imports all that clusters need
 
     facts = replace(facts, interfaces=look_at_interfaces(config.interfaces))
     try:
@@ -106,7 +114,7 @@ def _examine(facts: Facts, options: ClusterOptions, config: GroupConfig, tell: C
         cluster = options.find(effective_environment())
     except (ConfigError, OSError) as error:
         return replace(facts, cluster_problem=str(error).rstrip("."))
-    facts = replace(facts, cluster=cluster.name)
+    facts = with_memory(replace(facts, cluster=cluster.name), cluster)
     return facts if facts.interfaces_problem else _look_around(facts, cluster, config, tell)
 
 

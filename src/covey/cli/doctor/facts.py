@@ -142,6 +142,19 @@ class WaitFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PastWait:
+    """A run for which a process of this machine waited until it gave up."""
+
+    run: str
+    node: str
+    ago: float
+    """Seconds since then."""
+    seconds: float
+    """How long it had waited."""
+    wait: WaitFacts
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetNode:
     """A node that was found."""
 
@@ -237,6 +250,12 @@ class Facts:
     """Why nodes on this machine do not find each other."""
     search_problem: str = ""
     """Why no search for other nodes was possible."""
+    is_owner: bool = False
+    """Whether this machine has the owner key of the cluster."""
+    knows_others: bool = False
+    """Whether this machine has met other machines of the cluster, now or before."""
+    last_wait: PastWait | None = None
+    """The latest wait in the cluster that failed on this machine, if that is not long ago."""
     looked: bool = False
     """Whether other nodes were searched for."""
     nodes: tuple[MetNode, ...] = ()

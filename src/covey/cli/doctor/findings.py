@@ -22,7 +22,7 @@ from covey.cli.doctor.finding import (
 )
 from covey.cli.doctor.limits import slow_machines
 from covey.cli.doctor.own_machine import MACHINE_CHECKS, bad_folders, is_before_certificates, physical_and_down
-from covey.cli.doctor.waits import silent_members, waiting_runs
+from covey.cli.doctor.waits import failed_wait, silent_members, waiting_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -97,6 +97,8 @@ RELAY_CHECKS: Final = (silent_relays, relayed_nodes, router)
 def findings(facts: Facts) -> list[Finding]:
     """Return the findings that apply: problems first, then warnings and notes; causes before their likely effects."""
     found = [finding for check in _CHECKS for finding in check(facts)]
+    if any(finding.code in _WHY_NOBODY for finding in found):  # each cause once
+        found = [finding for finding in found if finding.code != "nobody"]
     return sorted(found, key=lambda finding: WEIGHTS.index(finding.weight))
 
 
@@ -174,7 +176,9 @@ def _unreachable(facts: Facts) -> Iterator[Finding]:
 
 def _seeds(facts: Facts) -> Iterator[Finding]:
     weight: Weight = "warning" if facts.nodes else "problem"
-    told = {seed for node in facts.nodes if node.wait is not None for seed in node.wait.seeds}
+    waits = [node.wait for node in facts.nodes if node.wait is not None]
+    waits += [facts.last_wait.wait] if facts.last_wait is not None else []
+    told = {seed for wait in waits for seed in wait.seeds}
     silent: dict[Obstacle, list[SeedFacts]] = {}
     for seed in facts.seeds:
         if seed.hung_up:
@@ -193,7 +197,27 @@ def _seeds(facts: Facts) -> Iterator[Finding]:
 
 def _foreign(facts: Facts) -> Iterator[Finding]:
     places = sorted({place for each in facts.interfaces for place in each.foreign})
-    if places:
+    is_alone = all(node.is_here for node in facts.nodes)
+    if places and is_alone and facts.is_owner and not facts.knows_others:
+        yield Finding(
+            "problem",
+            "two-clusters",
+            f"{some(places)} announces another cluster, and nobody else has ever been in {facts.cluster!r} of this "
+            "machine: `covey init` was probably typed on both.",
+            "Type `covey pair` on one of the two machines and `covey enroll` on the other, which asks whether to give "
+            "its own cluster up.",
+        )
+    elif places and is_alone and facts.knows_others:
+        yield Finding(
+            "problem",
+            "old-secret",
+            f"{some(places)} has another secret than cluster {facts.cluster!r} has on this machine, which has met "
+            "others of the cluster before: the secret was probably changed (covey secret rotate) while one of the two "
+            "was off.",
+            "Type `covey pair` on a machine that has the new secret, and `covey enroll` on the one that has the old. "
+            "If it is another user's cluster, ignore it.",
+        )
+    elif places:
         yield Finding(
             "note" if facts.nodes else "problem",
             "wrong-secret-nearby",
@@ -368,8 +392,10 @@ def _shared(networks: Iterable[NetworkFacts], addresses: Iterable[str]) -> Netwo
     return None
 
 
+_WHY_NOBODY: Final = {"unreachable", "wrong-secret-at-seed", "two-clusters", "old-secret", "refused", "gave-up"}
+"""Findings that say why no node was found."""
 _CHECKS: Final = (
-    *(waiting_runs, silent_members),
+    *(waiting_runs, failed_wait, silent_members),
     *MACHINE_CHECKS,
     *(_search, _unreachable, _seeds, *RELAY_CHECKS, _refused, _foreign, _no_node, _other_clusters),
     *(_one_way, _multicast, _flood, _crowded_door, _wireless, _versions, _clocks),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import time
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
-from covey.cli.doctor.facts import ConnectionTry, LimitingLink, MetNode, NetworkFacts, SeedFacts, WaitFacts
+from covey.cli.doctor.facts import ConnectionTry, LimitingLink, MetNode, NetworkFacts, PastWait, SeedFacts, WaitFacts
 from covey.cli.doctor.limits import limiting_links
 from covey.cli.doctor.probes import MulticastListener
 from covey.cli.status.asking import measured_networks
 from covey.net.discovery.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
+from covey.net.host.last_wait import last_wait
+from covey.net.keys import clusters, owner
+from covey.net.keys.identity import own_ids
 from covey.runtime import loop as control
 from covey.runtime.joining.waiting import bare_reason
 from covey.runtime.links.handshake import SILENCE, spell
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from covey.base.config import GroupConfig
+    from covey.cli.doctor.facts import Facts
     from covey.net.discovery.mdns import Observation
     from covey.net.keys.clusters import Cluster
     from covey.runtime.links.handshake import Where
@@ -249,6 +254,22 @@ class NodeSearch:
 
     def _names(self) -> dict[str, str]:
         return {ip: interface.name for interface in self._own for ip in interface.addresses}
+
+
+def with_memory(facts: Facts, cluster: Cluster) -> Facts:
+    """Return the facts with what this machine knows of its cluster from before."""
+    known: set[bytes] = set()
+    is_owner = False
+    with contextlib.suppress(ConfigError, OSError):  # a secret from the environment has no file
+        own, machines = own_ids(), clusters.machines(cluster.name)
+        known = {node for node in clusters.known(cluster.name) if not own & {node, machines.get(node, node)}}
+        is_owner = owner.held(cluster) is not None
+    waited = last_wait(cluster.name)
+    past = None
+    if waited is not None:
+        since = max(time.time() - waited.at, 0.0)
+        past = PastWait(run=waited.run, node=waited.node, ago=since, seconds=waited.seconds, wait=_as_fact(waited.wait))
+    return replace(facts, is_owner=is_owner, knows_others=bool(known), last_wait=past)
 
 
 def look_at_interfaces(

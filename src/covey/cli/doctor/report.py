@@ -35,8 +35,10 @@ def as_json(facts: Facts, found: Sequence[Finding]) -> dict[str, Any]:
     return {"format": FACTS_FORMAT, **msgspec.to_builtins(facts), "findings": msgspec.to_builtins(found)}
 
 
-def as_text(facts: Facts, found: Sequence[Finding]) -> RenderableType:
-    """Return everything as text that adapts to the width of the terminal."""
+def as_text(facts: Facts, found: Sequence[Finding], *, has_facts: bool) -> RenderableType:
+    """Return the findings, and perhaps the facts behind them, as text that adapts to the width of the terminal."""
+    if not has_facts:
+        return Group(_findings(found), Text(_summary(facts, found, "covey doctor -v prints the facts"), style="dim"))
     parts: list[RenderableType] = [_heading("Findings"), _indent(_findings(found))]
     parts += [_heading("This machine"), _indent(_machine(facts.machine))]
     parts += [_heading("Settings"), _indent(_settings(facts.machine))]
@@ -45,7 +47,7 @@ def as_text(facts: Facts, found: Sequence[Finding]) -> RenderableType:
         parts += [_heading("Nodes"), _indent(Text(f"no search was possible: {facts.search_problem}", style="yellow"))]
     if facts.looked:
         parts += [_heading(f"Nodes of cluster {facts.cluster!r}"), _indent(_nodes(facts))]
-    parts.append(Text(_summary(facts, found), style="dim"))
+    parts.append(Text(_summary(facts, found, "at the top" if found else ""), style="dim"))
     return Group(*parts)
 
 
@@ -228,12 +230,12 @@ def _findings(found: Sequence[Finding]) -> RenderableType:
     return grid
 
 
-def _summary(facts: Facts, found: Sequence[Finding]) -> str:
+def _summary(facts: Facts, found: Sequence[Finding], where: str) -> str:
     counts = [f"{sum(each.weight == weight for each in found)} {weight}" for weight in STYLES]
     counted = ", ".join(
         count if count.startswith("1 ") else f"{count}s" for count in counts if not count.startswith("0")
     )
-    return f"\n{f'{counted} (at the top)' if counted else 'no findings'}; {facts.seconds:.1f} s"
+    return f"\n{counted or 'no findings'}{f' ({where})' if where else ''}; {facts.seconds:.1f} s"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -48,6 +48,23 @@ def waiting_runs(facts: Facts) -> Iterator[Finding]:
             misspelt |= {run, twin}
 
 
+def failed_wait(facts: Facts) -> Iterator[Finding]:
+    """Yield why the latest wait on this machine was in vain, unless its run waits again, or has begun."""
+    past = facts.last_wait
+    if past is None or any(node.run == past.run for node in facts.nodes):
+        return
+    headline = (
+        f"Run {past.run!r} gave up on this machine {duration(past.ago)} ago, after {duration(past.seconds)}: "
+        f"{past.wait.text}."
+    )
+    explained = {node.name for node in facts.nodes}
+    found = [*_refusals(past.wait, explained), *_unanswered_seeds(past.wait, facts.cluster)]
+    found += _other_problems(past.wait, facts.cluster)
+    for number, finding in enumerate(dict.fromkeys(found) or [_by_cause(past.wait)]):
+        text = f"{headline} {finding.text}" if number == 0 else f"Run {past.run!r}: {finding.text}"
+        yield Finding("problem", "gave-up", text.rstrip(), finding.remedy)
+
+
 def silent_members(facts: Facts) -> Iterator[Finding]:
     """Yield which members of running runs the other members do not hear."""
     told: set[tuple[str, tuple[str, ...]]] = set()
@@ -130,8 +147,11 @@ def _differences(one: MetNode, other: MetNode) -> Iterator[Finding]:
         remedy = "Start all of them with the same --on-loss (in a script: on_loss=)."
         yield finding("was started with", f"--on-loss {here.on_loss}", f"--on-loss {there.on_loss}", remedy)
     if here.version != there.version:
-        remedy = "Update covey on the machine that speaks the older protocol."
-        yield finding("speaks protocol", here.version, there.version, remedy)
+        remedy = "Update covey on the machine that has the older release."
+        mine, theirs = (
+            f"covey {node.version} (protocol {wait.version})" for node, wait in ((one, here), (other, there))
+        )
+        yield finding("has", mine, theirs, remedy)
     if here.lanes != there.lanes:
         yield finding(
             "uses lanes",

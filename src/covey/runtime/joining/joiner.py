@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError, RemoteProtocolError
 from covey.base.numbers import NO_RANK, Seat
 from covey.base.text import printable
+from covey.net.host.last_wait import FailedWait, forget_wait, keep_wait
 from covey.proto.joining import Agree, Bind, Joining, Remember, Say
 from covey.runtime.driver import CoreDriver
 from covey.runtime.joining import waiting
 from covey.runtime.joining.cluster_links import ClusterLinks
 from covey.runtime.joining.records import Records
 from covey.runtime.joining.situation import Situation
+from covey.runtime.loop import aside
 from covey.runtime.peers.listener import MeshListener
 from covey.runtime.peers.mesh import Mesh
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
@@ -126,10 +128,10 @@ class Joiner(MeshListener):
             left = until - time.monotonic()
             await asyncio.wait((self._formed, self._founded), timeout=max(0.0, min(CHECK_SECONDS, left)),
                                return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
-            if self._formed.done():
-                return self._formed.result()
-            if self._founded.done():
-                return self._founded.result()
+            if self._is_decided:
+                formed = self._formed.result() if self._formed.done() else self._founded.result()
+                self.mesh.spawn(aside(forget_wait, self.run, self.mesh.cluster.name))
+                return formed
             if (other := self._formation.not_given_up) is not None:
                 raise ConfigError(
                     f"run {self.run!r}, which --new or new=True was to replace, is going on with "
@@ -138,10 +140,18 @@ class Joiner(MeshListener):
             if self._formation.ending is not None:
                 raise ClosedError(f"run {self.run!r} ended before it took this process in: its work is done")
             if left <= 0 and not (self._is_elastic and self._formation.going_on is not None):
+                await self._keep_wait(within)
                 raise DeadlineError(
                     f"no run {self.run!r} in cluster {self.mesh.cluster.name!r} within the timeout of {within:g} s: "
                     f"{self.situation()}. `covey doctor` looks for the reason."
                 )
+
+    async def _keep_wait(self, seconds: float) -> None:
+        """Write down what this process waited for, for `covey doctor`."""
+        if (wait := self._wait()) is not None:
+            cluster, run, name = self.mesh.cluster.name, self.run, self.card.name
+            failed = FailedWait(run=run, cluster=cluster, at=time.time(), seconds=seconds, node=name, wait=wait)
+            await aside(keep_wait, failed)
 
     @property
     def _is_decided(self) -> bool:

@@ -25,6 +25,8 @@ NEXT_LOG_SECONDS: Final = 5.0
 REMINDER_SECONDS: Final = 30.0
 REFUSED_LIMIT: Final = 8
 """Refused nodes that are listed with a reason."""
+FOREIGN_SHOWN: Final = 4
+"""Addresses of nodes with another secret that are listed."""
 TEXT_LIMIT: Final = 4000
 """Characters of the whole text."""
 
@@ -42,7 +44,9 @@ class Situation:
             refused = [*refused[:REFUSED_LIMIT], f"and {more} more"]
         if strangers := self._mesh.endpoint.acceptor.about_strangers():
             refused.append(strangers)
-        return printable(f"{waiting}; refused: {'; '.join(refused)}" if refused else waiting, TEXT_LIMIT)
+        if foreign := self._about_foreign():
+            refused.append(foreign)
+        return printable(f"{waiting}; problems: {'; '.join(refused)}" if refused else waiting, TEXT_LIMIT)
 
     def _parts(self) -> tuple[str, list[str]]:
         """Return what is waited for with the nodes that are here, and a sorted text for each node that is not."""
@@ -51,7 +55,19 @@ class Situation:
         waiting = f"{report.waiting}; here: {', '.join(report.here)}"
         if report.gone:
             waiting += f"; was here before, and has left: {', '.join(report.gone)}"
-        return waiting, sorted(f"{name}: {reason}" for name, reason in reasons.items())
+        return waiting, sorted(_problem(name, reason) for name, reason in reasons.items())
+
+    def _about_foreign(self) -> str:
+        """Return where nodes with another secret announce themselves, while no node of this cluster is linked."""
+        foreign = self._mesh.search.foreign_ips() if not self._mesh.met else ()
+        if not foreign:
+            return ""
+        shown, more = ", ".join(foreign[:FOREIGN_SHOWN]), len(foreign) - FOREIGN_SHOWN
+        return (
+            f"{shown}{f' and {more} more' if more > 0 else ''} announces another secret than cluster "
+            f"{self._mesh.cluster.name!r} has here: if that machine should be in it, type `covey pair` here and `covey "
+            "enroll` there"
+        )
 
     async def keep_logging(self, is_decided: Callable[[], bool]) -> None:
         """Log the situation until `is_decided()`: at first, on changes, on each newly refused node, and as reminder."""
@@ -60,6 +76,7 @@ class Situation:
         await asyncio.sleep(FIRST_LOG_SECONDS)
         while not is_decided():
             (waiting, refused), now = self._parts(), time.monotonic()
+            refused += [foreign] if (foreign := self._about_foreign()) else []
             is_reminder = now > logged_at + REMINDER_SECONDS
             if is_reminder:
                 logged.clear()
@@ -69,3 +86,11 @@ class Situation:
                 logged.update(refused)
                 logger.warning("waiting for run %r (%.0f s): %s", self._mesh.run, now - began, self.text())
             await asyncio.sleep(1.0)
+
+
+def _problem(where: str, reason: str) -> str:
+    """Return the problem with a node or an address as one phrase: nobody refuses at an address that does not answer."""
+    for verb in ("cannot be reached: ", "says: "):
+        if reason.startswith(verb):
+            return f"{where} {verb}{reason.removeprefix(verb).removeprefix(f'{where}: ')}"
+    return f"{where}: {reason}"

@@ -76,6 +76,10 @@ class Search:
             if tag not in self._host_registries:
                 self._host_registries[tag] = HostRegistry(tag)
 
+    def foreign_ips(self) -> tuple[str, ...]:
+        """Return where nodes announce themselves that have another secret, each machine's addresses as it gave them."""
+        return tuple(dict.fromkeys(each.ip for seen in self.beacon.observed() for each in seen.foreign))
+
     def slow_down(self) -> None:
         """Read the host registry less often from now on: the run has formed."""
         self._registry_seconds = RUNNING_REGISTRY_SECONDS
