@@ -2,8 +2,9 @@
 
     python -m tools.cast docs/demo.svg [covey demo options]
 
-The text is that of the program, line by line; pauses are played at double speed and end after a second. The picture
-needs no script and no font: browsers animate it, and other viewers show the last screen.
+The text is that of the program, line by line; pauses are played at double speed and end after a second, and lines
+that were printed together follow each other slowly enough to be read. The picture needs no script and no font: browsers
+animate it, beginning where the first lines are there, and other viewers show the last screen.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from typing import Final, NamedTuple
 SPEED: Final = 2.0
 LONGEST_PAUSE: Final = 1.0
 """Seconds of playback between two lines."""
+SHORTEST_PAUSE: Final = 0.15
+"""Seconds of playback between two lines that were printed at once."""
+FIRST_SHOWN: Final = 5
+"""Lines that a browser shows at once, when it begins to play."""
 LAST_PAUSE: Final = 6.0
 """Seconds for which the last screen stays."""
 ROWS: Final = 26
@@ -51,7 +56,8 @@ def record(options: list[str]) -> list[Line]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for text in process.stdout or ():
             now = time.monotonic()
-            lines.append(Line(lines[-1].at + min(LONGEST_PAUSE, (now - before) / SPEED), text.rstrip("\n")))
+            pause = max(SHORTEST_PAUSE, min(LONGEST_PAUSE, (now - before) / SPEED))
+            lines.append(Line(lines[-1].at + pause, text.rstrip("\n")))
             before = now
     if process.returncode:
         raise SystemExit(f"covey demo exited with {process.returncode}")
@@ -61,6 +67,7 @@ def record(options: list[str]) -> list[Line]:
 def draw(lines: list[Line]) -> str:
     """Return the lines as an SVG that shows each at its time, and scrolls when the screen is full."""
     total = lines[-1].at + LAST_PAUSE
+    played = f"{total:.1f}s step-end {-lines[min(FIRST_SHOWN, len(lines)) - 1].at:.2f}s infinite"
     width, height = COLUMNS * CHARACTER_WIDTH + 2 * MARGIN, ROWS * LINE_HEIGHT + 2 * MARGIN
     scrolls = ["0% {transform: translateY(0)}"]
     for number, line in enumerate(lines[ROWS:], start=1):
@@ -70,7 +77,7 @@ def draw(lines: list[Line]) -> str:
     rules = [
         "text {font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre; opacity: 1}",
         f"@keyframes scroll {{{' '.join(scrolls)}}}",
-        f"#lines {{transform: translateY({-end:.0f}px); animation: scroll {total:.1f}s step-end infinite}}",
+        f"#lines {{transform: translateY({-end:.0f}px); animation: scroll {played}}}",
     ]
     rows = []
     for number, line in enumerate(lines):
@@ -79,7 +86,7 @@ def draw(lines: list[Line]) -> str:
         if line.at > 0:
             shown = 100 * line.at / total
             rules.append(f"@keyframes l{number} {{0% {{opacity: 0}} {shown:.2f}%, 100% {{opacity: 1}}}}")
-            rules.append(f"#l{number} {{animation: l{number} {total:.1f}s step-end infinite}}")
+            rules.append(f"#l{number} {{animation: l{number} {played}}}")
         y = MARGIN + (number + 0.75) * LINE_HEIGHT
         text = html.escape(line.text[:COLUMNS])
         rows.append(f'<text id="l{number}" x="{MARGIN}" y="{y:.1f}" fill="{_colour(line.text)}">{text}</text>')

@@ -24,6 +24,7 @@ import typer.main
 from covey.base.errors import ConfigError, CoveyError, Remedy
 from covey.cli import completion
 from covey.cli.output import output_written
+from covey.cli.terminal import say
 from covey.runtime.tracebacks import is_debugging
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def main() -> NoReturn:
     except Exception as error:
         if is_debugging():
             raise
-        print(explain(error), file=sys.stderr)
+        say(explain(error), err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1 if isinstance(error, CoveyError) else FAULT_CODE)
     sys.exit(0)
 

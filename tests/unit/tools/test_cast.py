@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,6 +28,15 @@ def test_a_line_appears_at_its_time_and_a_full_screen_scrolls() -> None:
         in svg
     )
     assert f"translateY({-cast.LINE_HEIGHT:.0f}px)" in svg
+
+
+def test_the_first_frame_has_the_first_lines() -> None:
+    svg = cast.draw([cast.Line(2.0 * number, f"line {number}") for number in range(9)])
+    rules = re.findall(r"animation: l(\d+) 22\.0s step-end (-?[\d.]+)s infinite", svg)
+    begins = {-float(delay) for _, delay in rules}
+    assert begins == {2.0 * (cast.FIRST_SHOWN - 1)}, "all lines start to play at one moment"
+    shown_at = {int(number): 2.0 * int(number) for number, _ in rules}
+    assert [number for number, at in shown_at.items() if at <= min(begins)] == [1, 2, 3, 4]
 
 
 def test_the_recording_in_the_readme_is_of_a_demo_that_lost_a_node_and_got_it_back() -> None:
