@@ -52,6 +52,16 @@ def room() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
+def error_room() -> int | None:
+    """Return how many characters a line on standard error may have; None without a terminal, where programs read it."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        return room() or os.get_terminal_size(sys.stderr.fileno()).columns or None
+    except OSError:
+        return None
+
+
 def table(columns: Sequence[Column], width: int | None) -> str:
     """Return columns as lines of at most `width` characters, without styles and trailing blanks."""
     return "\n".join("".join(text for text, _ in line) for line in lay_out(columns, width))

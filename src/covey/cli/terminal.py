@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from covey.base.errors import ConfigError
-from covey.cli.layout import Column, lay_out, room, wrap
+from covey.cli.layout import Column, error_room, lay_out, room, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +67,7 @@ class Paragraph:
 
 def say(text: str, *, err: bool = False) -> None:
     """Print a text; on a terminal, wrapped to its width. Existing line breaks are kept."""
-    width = room()
+    width = error_room() if err else room()
     for line in text.split("\n"):
         for part in wrap(line, width) if width is not None else [line]:
             typer.echo(part, err=err)

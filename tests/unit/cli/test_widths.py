@@ -12,6 +12,7 @@ from tests.unit.cli.test_main import covey, home  # noqa: F401 - fixtures
 
 from covey.cli import allow, audit, charter, secret
 from covey.cli.layout import room, table
+from covey.cli.terminal import say
 from covey.net.audit import audit_log as log
 from covey.net.audit import audit_reader
 from covey.net.keys import clusters
@@ -144,3 +145,18 @@ def test_a_join_code_is_one_line_and_all_else_fits(
         assert len(re.findall(r"^    covey1-\S+$", out, re.MULTILINE)) == 1
         fits("\n".join(line for line in out.splitlines() if "covey1-" not in line), width)
         assert "covey enroll  (it asks for the code)" in out
+
+
+def test_errors_wrap_at_words_on_a_terminal_and_stay_whole_for_programs_that_read_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "others may enter the folder; run: chmod 700 /srv/observatory/keys"
+    monkeypatch.setenv("COLUMNS", "40")
+    say(text, err=True)
+    assert capsys.readouterr().err == f"{text}\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    say(text, err=True)
+    assert capsys.readouterr().err.splitlines() == [
+        "others may enter the folder; run: chmod",
+        "700 /srv/observatory/keys",
+    ]
