@@ -59,8 +59,10 @@ check: $(VENV)/.built
 # Stops the processes of tests for random moments; prints what failed, with the seed.
 STRESS_ROUNDS ?= 1
 STRESS_TESTS ?= tests
+STRESS_OPERATIONS ?= 20000
 stress: $(VENV)/.built
 	$(BIN)/python -m covey.lab.call_stress $(if $(STRESS_SEED),--seed $(STRESS_SEED))
+	$(BIN)/python -m covey.lab.soak --operations $(STRESS_OPERATIONS) $(if $(STRESS_SEED),--seed $(STRESS_SEED))
 	$(BIN)/python -m tools.stress --rounds $(STRESS_ROUNDS) $(if $(STRESS_SEED),--seed $(STRESS_SEED)) -- $(STRESS_TESTS)
 
 # Plays many more random courses of events in the simulations of protocols than `make test` does.

@@ -162,7 +162,12 @@ def _custom(wanted: Any, value: Any) -> Any:
     if plain is np.ndarray:
         converted = value if isinstance(value, np.ndarray) else _unpacking.get()[1].as_type(np.ndarray, value)
         dtypes = [each for arg in get_args(wanted) if get_origin(arg) is np.dtype for each in get_args(arg)]
-        if dtypes and isinstance(dtypes[0], type) and not issubclass(converted.dtype.type, dtypes[0]):
+        if (
+            dtypes
+            and isinstance(dtypes[0], type)
+            and dtypes[0] is not Any
+            and not issubclass(converted.dtype.type, dtypes[0])
+        ):
             raise ValueError(f"expected an array of {dtypes[0].__name__}, got {converted.dtype}")
         return converted
     if isinstance(plain, type) and isinstance(value, plain):

@@ -113,6 +113,14 @@ def test_the_receiver_decides_what_a_value_becomes() -> None:
     assert isinstance(there(HandleDouble(), HandleDouble), HandleDouble)
 
 
+def test_an_array_of_any_dtype_is_what_its_annotation_says() -> None:
+    for dtype in DTYPES:
+        assert there(np.ones(2, dtype), npt.NDArray[Any]).dtype == dtype
+        assert there(np.ones(2, dtype), np.ndarray[Any, np.dtype[Any]]).dtype == dtype
+        assert there(np.ones(2, dtype), npt.NDArray[np.generic]).dtype == dtype
+    assert there(np.ones(2, np.float32), npt.NDArray[np.floating[Any]]).dtype == np.float32
+
+
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [
