@@ -301,7 +301,10 @@ def test_the_programs_of_the_guide_to_metrics_run(capsys: pytest.CaptureFixture[
     page = "docs/guides/metrics.md"
     counting, serving, spans = blocks(page)
     run(page, counting, {})
-    assert re.match(r"100 all_reduce, 0 bytes sent, 0 failed\n\d+% of the time", capsys.readouterr().out)
+    assert re.match(
+        r"100 all_reduce, 0 bytes sent, 0 failed\nhalf of them took at most \d+ us, and 99 of 100 at most \d+ us\n\d+% of the time",
+        capsys.readouterr().out,
+    )
     before = set(REGISTRY._collector_to_names)
     run(page, serving, {})
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics\n", capsys.readouterr().out)

@@ -36,7 +36,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
-class Held:
+class Holdings:
     """What the process holds at one moment."""
 
     operations: int
@@ -60,10 +60,10 @@ class Soak:
     lanes: str = "shm"
     seed: int = 0
     parts: int = 20
-    tell: Callable[[Held], None] | None = None
-    held: list[Held] = field(default_factory=list)
+    tell: Callable[[Holdings], None] | None = None
+    held: list[Holdings] = field(default_factory=list)
 
-    def run(self) -> list[Held]:
+    def run(self) -> list[Holdings]:
         """Perform the operations.
 
         Raises:
@@ -91,7 +91,9 @@ class Soak:
                     self._look(number + 1)
 
     def _look(self, operations: int) -> None:
-        now = Held(operations, resident_bytes(), len(list(Path("/proc/self/fd").iterdir())), threading.active_count())
+        now = Holdings(
+            operations, resident_bytes(), len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+        )
         self.held.append(now)
         if self.tell is not None:
             self.tell(now)

@@ -12,7 +12,7 @@
 enum {
     RECORDS = 4096,   /* of the last operations */
     OPERATIONS = 32,  /* kinds of operations that can be told apart */
-    BUCKETS = 28,     /* of durations: the first is below 2^FIRST_BITS ns, each further one twice as long, the last open */
+    BUCKETS = 56,     /* of durations: the first is below 2^FIRST_BITS ns, then two for each octave, the last open */
     FIRST_BITS = 10,
     OPERATION_AT = 4, /* in the prefix of headers */
 };
@@ -88,7 +88,9 @@ static struct record *begin(struct recorder *recorder, uint64_t sequence, uint8_
 static int bucket_of(int64_t ns)
 {
     int bits = ns > 0 ? 64 - __builtin_clzll((unsigned long long)ns) : 0;
-    int bucket = bits > FIRST_BITS ? bits - FIRST_BITS : 0;
+    if (bits <= FIRST_BITS)
+        return 0;
+    int bucket = 1 + 2 * (bits - FIRST_BITS - 1) + (int)(ns >> (bits - 2) & 1); /* halves of an octave */
     return bucket < BUCKETS ? bucket : BUCKETS - 1;
 }
 

@@ -10,16 +10,19 @@ import functools
 import struct
 import sys
 import time
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from covey.base.native import native
 from covey.base.numbers import OPERATIONS
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 RECORDS: Final = 4096
 """The operations in the ring."""
-BUCKETS: Final = 28
+BUCKETS: Final = 56
 FIRST_BITS: Final = 10
-"""The buckets of durations: the first is below 2**FIRST_BITS ns, each further one twice as long, the last is open."""
+"""The buckets of durations: the first is below 2**FIRST_BITS ns, then two for each octave, the last is open."""
 MOST_PEERS: Final = 64
 """Ranks above this are counted, but not named in the record of an operation."""
 RUNNING, RETURNED, FAILED = range(3)
@@ -52,7 +55,34 @@ class RankTraffic(NamedTuple):
     receives: int
 
 
-_BUCKET_OF_BITS: Final = [5 + min(max(0, bits - FIRST_BITS), BUCKETS - 1) for bits in range(65)]
+def bucket_of(ns: int) -> int:
+    """Return the number of the bucket of a duration."""
+    bits = ns.bit_length()
+    if bits <= FIRST_BITS:
+        return 0
+    return min(1 + 2 * (bits - FIRST_BITS - 1) + (ns >> (bits - 2) & 1), BUCKETS - 1)
+
+
+def bucket_begin_ns(bucket: int) -> int:
+    """Return the least duration of a bucket."""
+    octave, half = divmod(bucket - 1, 2)
+    return (2 + half) << (FIRST_BITS - 1 + octave) if bucket else 0
+
+
+def quantile(buckets: Sequence[int], share: float) -> float:
+    """Return the seconds within which this share of operations ended, to within its bucket; 0 if none has run.
+
+    Durations are taken as spread evenly over their bucket, and those of the last one as its least.
+    """
+    wanted = share * sum(buckets)
+    for bucket, count in enumerate(buckets):
+        if count and wanted <= count:
+            begin = bucket_begin_ns(bucket)
+            end = bucket_begin_ns(bucket + 1) if bucket < BUCKETS - 1 else begin
+            return (begin + (end - begin) * wanted / count) / 1e9
+        wanted -= count
+    return 0.0
+
 
 Record = tuple[int, int, int, int, int, int, int, int, int, int]
 """Sequence, operation, outcome, begin and end in ns (0 while it runs), bytes sent and received, a bit for each rank
@@ -187,7 +217,7 @@ class PythonRecorder:
         if self._peers:
             totals[3] += sent
             totals[4] += received
-        totals[_BUCKET_OF_BITS[lasted.bit_length()]] += 1
+        totals[5 + bucket_of(lasted)] += 1
         self._begun = self._sent = self._received = self._peers = self._phases = 0
 
     def began_phase(self) -> None:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.in_turn import in_turn
+from tests.support.seeds import seeds
 
 from covey.base.native import native
 from covey.lab.bench.metrics import recording_seconds
 from covey.runtime.counters import GroupCounters, ProcessCounters
-from covey.runtime.recorder import BUCKETS, FAILED, RECORDS, RETURNED, RUNNING, PythonRecorder, clock_ns, make_recorder
+from covey.runtime.recorder import (
+    BUCKETS,
+    FAILED,
+    FIRST_BITS,
+    RECORDS,
+    RETURNED,
+    RUNNING,
+    PythonRecorder,
+    bucket_begin_ns,
+    bucket_of,
+    clock_ns,
+    make_recorder,
+    quantile,
+)
 from covey.wire.reports import RECORDS_LIMIT
 
 if TYPE_CHECKING:
@@ -144,3 +161,39 @@ def test_an_operation_is_counted_and_recorded_in_less_than_a_microsecond(recorde
 
 def seats(*numbers: int) -> tuple[Seat, ...]:
     return numbers  # type: ignore[return-value]
+
+
+def test_a_bucket_ends_at_most_half_a_begin_after_it_begins_and_holds_what_is_between() -> None:
+    assert bucket_of(0) == bucket_of((1 << FIRST_BITS) - 1) == 0
+    for bucket in range(1, BUCKETS - 1):
+        begin, end = bucket_begin_ns(bucket), bucket_begin_ns(bucket + 1)
+        assert begin < end <= 1.5 * begin
+        assert [bucket_of(ns) for ns in (begin - 1, begin, end - 1, end)] == [bucket - 1, bucket, bucket, bucket + 1]
+    assert bucket_of(1 << 62) == BUCKETS - 1
+
+
+def test_both_recorders_count_durations_alike(recorder: Any) -> None:
+    """The clock of the compiled one cannot be set, so what it measured decides what is right."""
+    for sequence in range(1, 50):
+        recorder.begin(sequence, ALL_REDUCE)
+        if sequence % 5 == 0:
+            sum(range(sequence * 200))
+        recorder.end(0, False)
+    wanted = [0] * BUCKETS
+    for _, _, _, begun, ended, *_ in recorder.records(0):
+        wanted[bucket_of(ended - begun)] += 1
+    assert list(recorder.totals()[0].buckets) == wanted
+
+
+@in_turn(seed=seeds(20))
+def test_quantiles_are_in_the_bucket_of_the_operation_that_they_are_about(seed: int) -> None:
+    chance = random.Random(seed)
+    durations = sorted(int(2 ** chance.uniform(5, 36)) for _ in range(chance.randrange(1, 300)))
+    buckets = [0] * BUCKETS
+    for each in durations:
+        buckets[bucket_of(each)] += 1
+    for share in (0.5, 0.9, 0.99, 1.0):
+        exact = durations[max(0, math.ceil(share * len(durations)) - 1)]
+        bucket = bucket_of(exact)
+        assert bucket_begin_ns(bucket) / 1e9 <= quantile(buckets, share) <= bucket_begin_ns(bucket + 1) / 1e9
+    assert quantile([0] * BUCKETS, 0.5) == 0.0

@@ -16,6 +16,7 @@ from covey.plan.fit import fit
 from covey.runtime.collectives.size_class import SizeClass, size_class
 from covey.runtime.group.topology import Topology, topology
 from covey.runtime.metrics.samples import communication_share
+from covey.runtime.recorder import quantile
 
 if TYPE_CHECKING:
     from covey.plan.fit import Candidate, Fitted
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from covey.runtime.counters import GroupCounters
     from covey.runtime.group.issuer import Compression
     from covey.runtime.group.members import DescribedEngine
+    from covey.runtime.recorder import OperationTotals
 
 
 ITEM_BYTES = 4
@@ -197,8 +199,27 @@ class OperationMetrics:
     failures: int
     seconds: float
     """In all; from the call until it returned or raised."""
+    p50: float
+    """The seconds within which half of the operations ended, right to within a bucket of durations, which ends at
+    most half its begin later. `p90` and `p99` are the same for 90 and 99 of 100."""
+    p90: float
+    p99: float
     sent_bytes: int
     received_bytes: int
+
+
+def _operation_metrics(totals: OperationTotals) -> OperationMetrics:
+    p50, p90, p99 = (quantile(totals.buckets, share) for share in (0.5, 0.9, 0.99))
+    return OperationMetrics(
+        calls=totals.calls,
+        failures=totals.failures,
+        seconds=totals.ns / 1e9,
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        sent_bytes=totals.sent,
+        received_bytes=totals.received,
+    )
 
 
 @dataclass(frozen=True)
@@ -240,12 +261,7 @@ def group_metrics(counters: GroupCounters, roster: GroupRoster, compression: Com
     """Return the counters of a group. On any thread."""
     messages = counters.messages.counts()
     return GroupMetrics(
-        operations={
-            operation_name(each.operation): OperationMetrics(
-                each.calls, each.failures, each.ns / 1e9, each.sent, each.received
-            )
-            for each in counters.recorder.totals()
-        },
+        operations={operation_name(each.operation): _operation_metrics(each) for each in counters.recorder.totals()},
         peers=tuple(
             PeerMetrics(roster.rank_of[seat], lane, *traffic)
             for (seat, lane), traffic in sorted(counters.traffic().items())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.numbers import operation_name
 from covey.runtime.counters import process
-from covey.runtime.recorder import BUCKETS, FIRST_BITS, clock_ns
+from covey.runtime.recorder import BUCKETS, bucket_begin_ns, clock_ns
 from covey.runtime.report_log import current_log
 from covey.wire.reports import Sample
 
@@ -96,7 +96,7 @@ TABLE: Final = tuple(
 WINDOW_NS: Final = 60 * 10**9
 """The time that the share of communication is about."""
 BOUNDS: Final = (
-    *((f"{(1 << (FIRST_BITS + bucket)) / 1e9:.9g}", bucket) for bucket in range(0, BUCKETS - 1, 2)),
+    *((f"{bucket_begin_ns(bucket + 1) / 1e9:.9g}", bucket) for bucket in range(0, BUCKETS - 1, 4)),
     ("+Inf", BUCKETS - 1),
 )
 """The upper bounds of buckets of durations in seconds, and their numbers; each is four times the one before it."""
