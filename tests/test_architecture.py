@@ -214,8 +214,8 @@ def test_only_the_command_line_knows_of_the_laboratory_and_only_by_name() -> Non
     assert named == [SRC / "cli" / "main.py"]
 
 
-WIRING = {"Engine", "Group", "Survival", "TensorGroup", "NodeProxy", "GroupStrategy"}
-"""Classes that make groups out of their parts; the last two are what programs make of a node or a group."""
+WIRING = {"Engine", "Group", "Survival", "TensorGroup", "NodeProxy", "GroupStrategy", "Mesh"}
+"""Classes that make groups out of their parts; the last three are what programs make of a node or a group."""
 
 
 def test_no_class_is_handed_a_whole_node_engine_or_group() -> None:

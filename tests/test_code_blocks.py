@@ -100,9 +100,10 @@ def test_the_calls_of_the_guide_to_collectives_run_on_two_ranks() -> None:
         given = {"group": group, "batch": [1] * (group.rank + 1), "Config": Config, "config": Config(0.1)}
         arrays = {name: np.full(4, group.rank, np.float32) for name in ("x", "gw", "gb")}
         names: dict[str, Any] = {**given, **arrays, "anything": {1, 2}, "__name__": "a_page"}
-        tour, types, messages, _, typed = blocks(page)
+        tour, mesh, types, messages, _, typed = blocks(page)
         run(page, tour, names)
         assert run(page, types, {**names, "x": names["x"].copy()})["names"] == ["north"] * 2
+        run(page, mesh, {**names, "covey": covey, "x": names["x"].copy()})
         run(page, messages, {**names, "np": np, "covey": covey})
         found = run(page, typed, {**names, "config": Config(0.1)})
         assert found["configs"] == [Config(0.1)] * 2
@@ -117,7 +118,7 @@ def test_the_asyncio_program_of_the_guide_to_collectives_runs() -> None:
     import asyncio
 
     page = "docs/guides/collectives.md"
-    names = run(page, blocks(page)[3], {"covey": covey})
+    names = run(page, blocks(page)[4], {"covey": covey})
     assert asyncio.run(names["main"]()) == 1
 
 
@@ -302,7 +303,8 @@ def test_the_programs_of_the_guide_to_metrics_run(capsys: pytest.CaptureFixture[
     counting, serving, spans = blocks(page)
     run(page, counting, {})
     assert re.match(
-        r"100 all_reduce, 0 bytes sent, 0 failed\nhalf of them took at most \d+ us, and 99 of 100 at most \d+ us\n\d+% of the time",
+        r"100 all_reduce, 0 bytes sent, 0 failed\n"
+        r"half of them took at most \d+ us, and 99 of 100 at most \d+ us\n\d+% of the time",
         capsys.readouterr().out,
     )
     before = set(REGISTRY._collector_to_names)
@@ -389,7 +391,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md"), 1),
         "docs/guides/compression.md": 4,
         **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/running.md"), 2),
-        "docs/guides/collectives.md": 5,
+        "docs/guides/collectives.md": 6,
         **dict.fromkeys(("README.md", "docs/guides/calls.md"), 3),
         "docs/guides/observing.md": 4,
         "docs/guides/notebooks.md": 1,

@@ -28,7 +28,7 @@ PUBLIC = {
     *("RemoteProtocolError", "SplitRunError", "load_state"),
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
-    *("Member", "MemberHealth", "PeerLink", "LanePath", "Checkpoint"),
+    *("Election", "Mesh", "Member", "MemberHealth", "PeerLink", "LanePath", "Checkpoint"),
     *("PlanAlternative", "PlanReport", "Topology", "TopologyHost", "TopologyLink", "TopologyNode"),
     *("WorkerNode", "WorkerNodeConfig"),
     *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm"),
@@ -38,7 +38,7 @@ PUBLIC = {
 }
 GROUP = {
     *("rank", "size", "live", "generation", "name", "local_rank", "lanes", "on_loss", "contributors", "sequence"),
-    *("compression", "feedback", "members", "to_parent", "to_run", "split_by_host"),
+    *("compression", "feedback", "members", "to_parent", "to_local", "parent", "settings", "to_run", "split_by_host"),
     *("change_pending", "shrink", "agree", "revoke", "on_change", "events", "leave", "restore", "who_is_late"),
     "explain",
     *("all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "sync_gradients"),
@@ -53,7 +53,20 @@ GROUP = {
 NODE = {
     *("register", "unregister", "rpc", "export", "caller"),
     *("call", "call_async", "stream", "broadcast_call", "proxy"),
-    *("id", "name", "leader", "members", "hosts", "links", "topology", "health", "on_event", "events", "store"),
+    *(
+        "id",
+        "name",
+        "leader",
+        "election",
+        "members",
+        "hosts",
+        "links",
+        "topology",
+        "health",
+        "on_event",
+        "events",
+        "store",
+    ),
     *("add_check", "remove_check"),
 }
 MODULES = sorted(

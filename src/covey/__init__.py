@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from covey.runtime.group.explanation import PlanAlternative, PlanReport
     from covey.runtime.group.group import Group
     from covey.runtime.group.members import Member, MemberHealth, PeerLink
-    from covey.runtime.group.node import Node
+    from covey.runtime.group.mesh import Mesh
+    from covey.runtime.group.node import Election, Node
     from covey.runtime.group.restore import load_state
     from covey.runtime.group.strategy import GroupStrategy, HierarchicalStrategy, Strategy
     from covey.runtime.group.topology import Topology, TopologyHost, TopologyLink, TopologyNode
@@ -86,6 +87,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "ConnectError",
     "CoveyError",
     "DeadlineError",
+    "Election",
     "ErrorFeedback",
     "Event",
     "FP16",
@@ -101,6 +103,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "LanePath",
     "Member",
     "MemberHealth",
+    "Mesh",
     "MessageInfo",
     "MismatchError",
     "Node",
@@ -152,6 +155,7 @@ _HOMES = {
     "CallWork": "covey.runtime.calls.work",
     "Checkpoint": "covey.proto.checkpointing",
     "Codec": "covey.compress.codec",
+    "Election": "covey.runtime.group.node",
     "ErrorFeedback": "covey.compress.feedback",
     "Event": "covey.runtime.events",
     "FP16": "covey.compress.casts",
@@ -166,6 +170,7 @@ _HOMES = {
     "LanePath": "covey.net.lanes.lane",
     "Member": "covey.runtime.group.members",
     "MemberHealth": "covey.runtime.group.members",
+    "Mesh": "covey.runtime.group.mesh",
     "Node": "covey.runtime.group.node",
     "MessageInfo": "covey.proto.message",
     "OnLoss": "covey.base.settings",

@@ -26,7 +26,7 @@ _NAMES_SHOWN: Final = 5
 
 
 @dataclass(frozen=True)
-class Election:
+class StateChoice:
     """The state that all ranks will have."""
 
     winner: Manifest
@@ -39,7 +39,7 @@ class Election:
     """Whether all ranks are fresh."""
 
 
-def elect(manifests: Mapping[int, Manifest]) -> Election:
+def elect(manifests: Mapping[int, Manifest]) -> StateChoice:
     """Choose the state of most ranks that are not fresh; the state of the lowest rank wins a tie.
 
     If all ranks are fresh, the lowest rank's state wins: any would do, as long as all start with the same.
@@ -51,7 +51,7 @@ def elect(manifests: Mapping[int, Manifest]) -> Election:
     donors = tuple(rank for rank in ranks if manifests[rank].digest == digest)
     receivers = tuple(rank for rank in ranks if manifests[rank].digest != digest)
     drifted = tuple(rank for rank in receivers if not manifests[rank].is_fresh)
-    return Election(manifests[donors[0]], donors, receivers, drifted, not voters)
+    return StateChoice(manifests[donors[0]], donors, receivers, drifted, not voters)
 
 
 def differing(manifest: Manifest, winner: Manifest) -> list[str]:
@@ -61,7 +61,7 @@ def differing(manifest: Manifest, winner: Manifest) -> list[str]:
     return [name for name in names if not (name in mine and name in theirs and mine[name].is_same(theirs[name]))]
 
 
-def objection(manifests: Mapping[int, Manifest], election: Election) -> str | None:
+def objection(manifests: Mapping[int, Manifest], election: StateChoice) -> str | None:
     """Return why some receiver cannot be filled in place, for the first such name; None if all can."""
     donor = election.donors[0]
     for wanted in election.winner.entries:

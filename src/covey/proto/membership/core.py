@@ -89,6 +89,11 @@ class Membership:
         return self._installer.hears_quorum
 
     @property
+    def is_electing(self) -> bool:
+        """Whether a ballot about the next view holds up the operations of this node."""
+        return self._round.freeze_number > self._position.view.number
+
+    @property
     def ballot(self) -> int:
         """The highest promised ballot."""
         return self._position.ballot

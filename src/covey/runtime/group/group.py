@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
     from types import TracebackType
 
-    from covey.base.settings import OnLoss
+    from covey.base.settings import GroupConfig, OnLoss
     from covey.compress.feedback import ErrorFeedback
     from covey.proto.checkpointing import Checkpoint
     from covey.runtime.calls.serve import AwaitedCalls
@@ -144,6 +144,7 @@ class Group:
         before_close: Callable[[bool], None] | None = None,
         on_close: Callable[[], CoveyError | None] | None = None,
         is_fresh: bool = False,
+        parent: Group | None = None,
         parent_ranks: tuple[int, ...] | None = None,
     ) -> None:
         """`home` is the run of this process; None if the process is alone.
@@ -151,10 +152,11 @@ class Group:
         `close` first calls `before_close(is_finished)`, false if the program failed, and `on_close` at its end.
 
         `on_close` may return an error to raise. `is_fresh`: this rank joined the run with this group, so that `restore`
-        does not count its state. `parent_ranks` are the ranks in the group that it was split from.
+        does not count its state. `parent` is the group that it was split from, and `parent_ranks` its ranks there.
         """
         self._engine, self._home, self._local_rank, self._is_fresh = engine, home, local_rank, is_fresh
         self._before_close, self._on_close = before_close, on_close
+        self._parent = parent
         self._state: MutableMapping[str, Any] | None = None
         """The state that `restore` was given last."""
         self._failure: BaseException | None = None
@@ -233,6 +235,7 @@ class Group:
 
     lanes = _introspection.lanes
     to_parent = _introspection.to_parent
+    to_local = _introspection.to_local
     to_run = _introspection.to_run
     metrics = _introspection.metrics
     explain = _introspection.explain
@@ -271,6 +274,16 @@ class Group:
     def on_loss(self) -> OnLoss:
         """What operations do when a rank is lost: "raise", or "continue" among the remaining ranks."""
         return self._engine.config.on_loss
+
+    @property
+    def settings(self) -> GroupConfig:
+        """The settings of this group, as arguments, variables and files gave them. They cannot be changed."""
+        return self._engine.config
+
+    @property
+    def parent(self) -> Group | None:
+        """The group that this one was split from; None for the group of a run, and for what `shrink` returns."""
+        return self._parent
 
     @property
     def contributors(self) -> tuple[int, ...]:
@@ -334,7 +347,7 @@ class Group:
         members = tuple(engine.members[rank] for rank in chosen)
         name = f"{self.name}/{sequence}.{wanted}"
         made = engine.subgroup(f"{engine.id}/{sequence}/{wanted}", members, name)
-        return Group(made, self._home, local_rank=self._local_rank, parent_ranks=tuple(chosen))
+        return Group(made, self._home, local_rank=self._local_rank, parent=self, parent_ranks=tuple(chosen))
 
     def split_by_host(self, *, timeout: float | None = None) -> Group:
         """Return a new group of the ranks on this machine. Every rank of this group calls it."""

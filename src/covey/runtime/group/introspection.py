@@ -9,6 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from covey.base.config import check_timeout
+from covey.runtime.group.issuer import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -70,6 +71,16 @@ class Introspection:
         """Return the rank in the group that this one was split from, of a rank of this group."""
         index = self._issuer.check_rank(rank, "rank")
         return index if self._parent_ranks is None else self._parent_ranks[index]
+
+    def to_local(self, rank: int) -> int | None:
+        """Return the rank in this group, of a rank of the group that this one was split from; None if it is not here.
+
+        The reverse of `to_parent`.
+        """
+        if self._parent_ranks is None:
+            return self._issuer.check_rank(rank, "rank")
+        wanted = whole_number("rank", rank)
+        return self._parent_ranks.index(wanted) if wanted in self._parent_ranks else None
 
     def to_run(self, rank: int) -> int:
         """Return the rank in the first group of the generation, of a rank of this group."""

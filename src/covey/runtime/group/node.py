@@ -7,7 +7,7 @@ and exported objects, also from generation to generation.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 from covey.base.errors import ConfigError
 from covey.runtime import checks
@@ -36,6 +36,18 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound="Callable[..., Any]")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Election(NamedTuple):
+    """What a node knows of the members' agreement on views (`Node.election`)."""
+
+    state: Literal["leading", "following", "electing", "excluded"]
+    """`electing`: a ballot about the next view holds up operations. `excluded`: others continue without this node."""
+    leader: int | None
+    """The rank that leads, or leads next; None if it is not in this group, or not heard at present."""
+    generation: int
+    view: int
+    """The term: each view has one leader, and each generation begins with view 0."""
 
 
 class Node:
@@ -86,6 +98,21 @@ class Node:
         if generation is None or leads is None:
             return None
         return self._engine.roster.rank_of.get(generation.seats[leads])
+
+    @property
+    def election(self) -> Election:
+        """What this node knows of the members' agreement on views; nothing is sent."""
+        generation = self._engine.generation
+        if generation is None:
+            return Election("leading", self._engine.roster.rank, 0, 0)
+        views, leader = generation.view_driver, self.leader
+        term = generation.number, views.view.number
+        if not views.is_member:
+            return Election("excluded", leader, *term)
+        if views.is_electing:
+            return Election("electing", leader, *term)
+        leads = views.leader() == generation.rank
+        return Election("leading" if leads else "following", leader, *term)
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -23,7 +23,7 @@ from covey.base.config import check_timeout
 from covey.base.errors import ConfigError, CoveyError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.base.text import printable
 from covey.net.host import folders
-from covey.proto.restore import Election, differing, elect, listed, objection
+from covey.proto.restore import StateChoice, differing, elect, listed, objection
 from covey.runtime.buffers import readable
 from covey.runtime.group.exchange import Exchange
 from covey.runtime.group.object_moves import ObjectMoves
@@ -141,7 +141,7 @@ def restore(
     )
 
 
-def _check(manifests: Mapping[int, Manifest], election: Election, on_drift: str) -> None:
+def _check(manifests: Mapping[int, Manifest], election: StateChoice, on_drift: str) -> None:
     """Raise if the winner's state cannot be given to the others. All ranks raise the same error."""
     if election.drifted and on_drift == "raise":
         said = (f"rank {rank} in {listed(differing(manifests[rank], election.winner))}" for rank in election.drifted)
@@ -192,7 +192,7 @@ class _Restore:
             raise MismatchError(f"restore: a state cannot be sent: {'; '.join(failed)}")
         return manifests
 
-    def conclude(self, election: Election, failure: CoveyError | None) -> None:
+    def conclude(self, election: StateChoice, failure: CoveyError | None) -> None:
         """Exchange how the restore ended; raise the same error on all ranks unless all have the winner's state."""
         digest = election.winner.digest
         if failure is None and self.issuer.rank in election.receivers and self.memory.has_overlaps():

@@ -17,7 +17,7 @@ import numpy as np
 
 from covey.base.arithmetic import DTYPES, dtype_code
 from covey.base.errors import CoveyError, DeadlineError, MismatchError, RemoteProtocolError
-from covey.proto.restore import WINDOW_CHUNKS, Election, Fetch, Orders, differing, listed
+from covey.proto.restore import WINDOW_CHUNKS, Fetch, Orders, StateChoice, differing, listed
 from covey.runtime.buffers import as_array, readable
 from covey.runtime.group.movements import PHYSICAL_BYTES
 from covey.runtime.progress_bar import ProgressBar
@@ -147,7 +147,7 @@ class StateTransfer:
     """The transfer of one restore, on one rank."""
 
     def __init__(
-        self, rank: int, memory: StateMemory, tagger: Tagger, election: Election, exchange: Exchange, deadline: float
+        self, rank: int, memory: StateMemory, tagger: Tagger, election: StateChoice, exchange: Exchange, deadline: float
     ) -> None:
         self._rank, self._memory, self._tagger = rank, memory, tagger
         self._election, self._exchange, self._deadline = election, exchange, deadline

@@ -115,6 +115,11 @@ class ViewDriver:
         """Whether a quorum of the view is heard and does not leave."""
         return self._core.hears_quorum
 
+    @property
+    def is_electing(self) -> bool:
+        """Whether a ballot about the next view holds up operations."""
+        return self._core.is_electing
+
     def is_leaving(self, rank: int) -> bool:
         """Tell whether a member said that it leaves."""
         return rank in self._core.leaving
