@@ -28,6 +28,7 @@ from covey.torch.backend.errors import torchs_errors
 from covey.torch.backend.issuing import TorchIssuer
 from covey.torch.backend.reduction_ops import WholeMean, averages_integers, reduction
 from covey.torch.backend.torch_callers import is_waited_for, keep_from_dynamo
+from covey.torch.backend.visible import visible
 from covey.torch.backend.work import TorchWork
 from covey.torch.backend.world import World, close_world, world_of
 
@@ -58,6 +59,7 @@ def create(options: Any) -> ProcessGroupCovey:
     )
 
 
+@visible
 class ProcessGroupCovey(DescribedProcessGroup):
     """A process group whose operations covey performs. Roots and peers are ranks of the group.
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
+from covey.torch.backend.visible import is_wrapper
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -21,6 +23,8 @@ def is_waited_for(called: FrameType) -> bool:
     Any other caller gets a work, and only loses time.
     """
     frame = called.f_back
+    while frame is not None and is_wrapper(frame.f_code):
+        frame = frame.f_back
     return frame is not None and frame.f_back is not None and frame.f_back.f_code in _WAITING
 
 
@@ -35,5 +39,6 @@ def keep_from_dynamo(*classes: type) -> None:
 
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         for value in (value for each in classes for value in vars(each).values()):
-            if code := getattr(value, "__code__", None):
-                frames.set_code_exec_strategy(code, skip)
+            for function in (value, getattr(value, "__wrapped__", None)):
+                if code := getattr(function, "__code__", None):
+                    frames.set_code_exec_strategy(code, skip)
