@@ -25,9 +25,9 @@ from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import ProcessState
 from covey.runtime.keeper.service import ClusterKeeperService
+from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.runtime.peers.listener import MeshListener
-from covey.runtime.peers.mesh import Mesh
 from covey.runtime.views import process_table
 from covey.wire import messages
 from covey.wire.secret import ClusterSecret
@@ -52,7 +52,7 @@ class Node(MeshListener):
     """A node that would be in a run, and notes what keepers say."""
 
     def __init__(self, cluster: Cluster, config: Any, endpoint: Any, *, announce: bool) -> None:
-        self.mesh = Mesh(cluster, config, endpoint, self, purpose="candidate", announce=announce)
+        self.mesh = ClusterMesh(cluster, config, endpoint, self, purpose="candidate", announce=announce)
         self.said: list[tuple[bytes, messages.Control]] = []
         self.changed = asyncio.Event()
 

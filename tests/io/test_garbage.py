@@ -25,7 +25,7 @@ from covey.base.errors import RemoteProtocolError
 from covey.runtime.environment import LaunchedRank
 from covey.runtime.joining import node as node_module
 from covey.runtime.joining.bootstrap import join_at
-from covey.runtime.joining.launcher_mesh import LauncherMesh
+from covey.runtime.joining.launched_links import LaunchedLinks
 from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import acceptor
 from covey.runtime.links.handshake import LinkCredentials
@@ -165,8 +165,8 @@ class AttackedRun:
                 if (
                     node.seat == rank
                     and contact.socket.startswith(self.folder)
-                    and isinstance(node.links, LauncherMesh)
-                    and node.links._formed is not None
+                    and isinstance(node.links, LaunchedLinks)
+                    and node.links.assembly.has_begun
                 ):
                     return [contact.socket, *((address.ip, address.port) for address in contact.addresses)]
             threading.Event().wait(0.005)

@@ -18,8 +18,8 @@ from covey.base.version import __version__
 from covey.proto.health import Cause, ProcessState
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
-from covey.runtime.joining.launcher_mesh import LauncherMesh
 from covey.runtime.joining.node import node_of
+from covey.runtime.peers.launcher_mesh import LauncherMesh
 from covey.runtime.peers.peer_table import PeerTable
 from covey.testing.threads import run_threads
 from covey.wire import messages
@@ -83,29 +83,29 @@ def test_ranks_of_different_protocols_are_told_at_once_which_machine_to_update(
     monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """Rank 1 comes once rank 2 is linked with rank 0, which then tells it why the run cannot form."""
-    hello, dial, linked = LauncherMesh._hello, LauncherMesh._dial, LauncherMesh._linked
+    hello, dial, use = LauncherMesh.hello, LauncherMesh.dial, LauncherMesh._use
     other = messages.VERSION + step
     is_linked = asyncio.Event()
 
-    def note(mesh: LauncherMesh, peer: RemoteProcess, link: Any, card: messages.Card) -> None:
-        linked(mesh, peer, link, card)
-        if (mesh._peers.seat, peer.seat) == (0, 2):
+    def note(mesh: LauncherMesh, peer: RemoteProcess, *of_link: Any) -> None:
+        use(mesh, peer, *of_link)
+        if mesh.members is not None and (mesh.members.seat, peer.seat) == (0, 2):
             is_linked.set()
 
     async def dial_late(mesh: LauncherMesh, peer: RemoteProcess) -> None:
-        if mesh._hello().rank == 1:
+        if mesh.hello().rank == 1:
             await is_linked.wait()
         await dial(mesh, peer)
 
-    monkeypatch.setattr(LauncherMesh, "_linked", note)
-    monkeypatch.setattr(LauncherMesh, "_dial", dial_late)
+    monkeypatch.setattr(LauncherMesh, "_use", note)
+    monkeypatch.setattr(LauncherMesh, "dial", dial_late)
 
     def of_another_release(mesh: LauncherMesh) -> messages.Hello:
         said = hello(mesh)
         card = msgspec.structs.replace(said.card, version="9.9", host_name="south")
         return msgspec.structs.replace(said, versions=only(other), card=card) if said.rank == 1 else said
 
-    monkeypatch.setattr(LauncherMesh, "_hello", of_another_release)
+    monkeypatch.setattr(LauncherMesh, "hello", of_another_release)
     with pytest.raises(ExceptionGroup) as raised:
         run_threads(3, lambda group: group.barrier(), lanes="unix", timeout=DEADLINE)
     assert len(raised.value.exceptions) == 3

@@ -19,7 +19,7 @@ from covey.runtime.keeper.flights import collect
 from covey.runtime.keeper.keeper import LocalRun
 from covey.runtime.links.handshake import RefusedError, dial
 from covey.runtime.peers.local_visit import LocalVisit, visiting_ranks
-from covey.runtime.peers.rank_visitors import VISITORS_LIMIT
+from covey.runtime.peers.visitors import COMMANDS_LIMIT
 from covey.testing.threads import run_threads
 from covey.wire import messages
 
@@ -100,7 +100,7 @@ def test_a_command_asks_all_ranks_that_have_joined_and_they_go_on() -> None:
                 assert visit.ask(messages.Inspect("secrets"), 10.0) == {
                     rank: messages.Inspected("secrets", 0, 0, b"") for rank in range(3)
                 }
-            for number in range(2 * VISITORS_LIMIT):  # the oldest of too many is dropped, and the ranks stay usable
+            for number in range(2 * COMMANDS_LIMIT):  # the oldest of too many is dropped, and the ranks stay usable
                 late = LocalVisit(run, run.token())
                 late.link(20.0)
                 assert late.ranks == [0, 1, 2], number

@@ -27,10 +27,10 @@ from covey.proto.formation import Formed
 from covey.runtime.joining import joiner as joiner_module
 from covey.runtime.joining.joiner import Joiner
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
+from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.runtime.peers.follower import DialOutcome
 from covey.runtime.peers.hints import Hint
-from covey.runtime.peers.mesh import Mesh
 from covey.runtime.peers.reach import NOT_TRIED, TOO_OFTEN
 from covey.wire import messages
 from covey.wire.formation import Terms
@@ -59,7 +59,7 @@ class Meshes:
     """Nodes in one process. They find each other only by what a test tells them, unless they announce themselves."""
 
     def __init__(self) -> None:
-        self.nodes: list[Mesh] = []
+        self.nodes: list[ClusterMesh] = []
 
     async def add(
         self, cluster: Cluster, *, identity: NodeIdentity | None = None, announce: bool = False, **node: Any
@@ -67,11 +67,11 @@ class Meshes:
         """Open a node: a joiner if there are `terms`, else a visitor."""
         identity = identity if identity is not None else NodeIdentity.ephemeral()
         endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(0,), identity=identity)
-        made: Mesh
+        made: ClusterMesh
         if "terms" in node:
             made = Joiner(cluster, CONFIG, endpoint, node["terms"]).mesh
         else:
-            made = Mesh(cluster, CONFIG, endpoint, announce=announce)
+            made = ClusterMesh(cluster, CONFIG, endpoint, announce=announce)
         self.nodes.append(made)
         await made.open()
         return made
@@ -103,16 +103,16 @@ async def until(condition: Callable[[*Args], Any], *args: *Args) -> None:
         await asyncio.sleep(0.005)
 
 
-def seed_of(node: Mesh) -> str:
+def seed_of(node: ClusterMesh) -> str:
     return f"127.0.0.1:{node.card.contact.addresses[0].port}"
 
 
-def know_each_other(*nodes: Mesh) -> bool:
+def know_each_other(*nodes: ClusterMesh) -> bool:
     ids = {node.card.id for node in nodes}
     return all(set(node.met) == ids - {node.card.id} for node in nodes)
 
 
-def only_links(one: Mesh, other: Mesh) -> list[Any] | None:
+def only_links(one: ClusterMesh, other: ClusterMesh) -> list[Any] | None:
     """Return the two ends of the one link between two nodes, or None as long as there is not exactly one."""
     ends = [list(a.met[b.card.id].links) for a, b in ((one, other), (other, one)) if b.card.id in a.met]
     return [end[0] for end in ends] if [len(end) for end in ends] == [1, 1] else None
@@ -235,7 +235,7 @@ def test_a_seed_that_does_not_answer_is_named_and_found_later() -> None:
         await until(lambda: seed in one.report_problems())
         assert one.report_problems()[seed].startswith(f"cannot be reached: {seed}: ")
         endpoint = cluster_endpoint(cluster, CONFIG, run="r", ports=(port,), identity=NodeIdentity.ephemeral())
-        back = Mesh(cluster, CONFIG, endpoint, announce=False)
+        back = ClusterMesh(cluster, CONFIG, endpoint, announce=False)
         meshes.nodes.append(back)
         await back.open()
         await until(lambda: know_each_other(one, back))
@@ -370,7 +370,7 @@ def test_a_later_life_takes_over_from_one_that_does_not_answer_any_more() -> Non
     run(work)
 
 
-def hello_of(mesh: Mesh, identity: NodeIdentity) -> messages.Hello:
+def hello_of(mesh: ClusterMesh, identity: NodeIdentity) -> messages.Hello:
     card = msgspec.structs.replace(mesh.card, id=identity.id, life=identity.life, name=identity.name)
     return msgspec.structs.replace(mesh.hello(), card=card)
 
@@ -381,7 +381,7 @@ def credentials_of(cluster: Cluster, identity: NodeIdentity) -> LinkCredentials:
     )
 
 
-def where_of(mesh: Mesh) -> tuple[str, int]:
+def where_of(mesh: ClusterMesh) -> tuple[str, int]:
     return "127.0.0.1", mesh.card.contact.addresses[0].port
 
 
@@ -681,13 +681,13 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
             (remote,) = larger.seated(formed).values()
             used: list[object] = []
             in_use = remote.link
-            link_changed = larger.link_changed
+            link_changed = larger.links.link_changed
 
             def note(changed: RemoteProcess) -> None:
                 used.append(changed.link)
                 link_changed(changed)
 
-            larger.link_changed = note  # type: ignore[method-assign,assignment]
+            larger.links.link_changed = note  # type: ignore[method-assign,assignment]
             port = smaller.card.contact.addresses[0].port
             await larger.mesh.dial((messages.Address("127.0.0.1", port),), same_host=True)
             assert all(link is in_use for link in used), "a link that the smaller one is about to close was used"

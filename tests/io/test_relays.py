@@ -18,7 +18,7 @@ from covey.runtime.links import address_race
 from covey.runtime.links.relayed import challenged, connect_relay, receive_message, send_message
 from covey.runtime.links.sockets import RelayedWay
 from covey.runtime.peers import better_ways, relay_registration
-from covey.runtime.peers import mesh as mesh_module
+from covey.runtime.peers import cluster_mesh as mesh_module
 from covey.runtime.peers import relays as relays_module
 from covey.runtime.peers.follower import DialOutcome
 from covey.runtime.relaying import server as server_module
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncIterator
 
-    from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.cluster_mesh import ClusterMesh
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -73,11 +73,11 @@ async def joined(server: Any) -> AsyncIterator[tuple[socket.socket, socket.socke
                 yield caller, taker
 
 
-async def registered(*nodes: Mesh) -> None:
+async def registered(*nodes: ClusterMesh) -> None:
     await until(lambda: not any(node.relays.problems for node in nodes))
 
 
-async def no_direct_way(_mesh: Mesh, _remote: Any) -> None:
+async def no_direct_way(_mesh: ClusterMesh, _remote: Any) -> None:
     """Look for none."""
 
 
@@ -198,7 +198,7 @@ def test_a_relay_that_falls_silent_is_left_and_found_again_when_it_returns(monke
     run(work)
 
 
-def relay_of(node: Mesh, other: Mesh) -> str:
+def relay_of(node: ClusterMesh, other: ClusterMesh) -> str:
     remote = node.met.get(other.card.id)
     return "" if remote is None or remote.link is None else remote.link.relay
 
@@ -241,7 +241,7 @@ def test_a_link_moves_to_the_relay_that_is_nearer_for_both_nodes_together(monkey
     run(work)
 
 
-async def registered_with_one(node: Mesh) -> None:
+async def registered_with_one(node: ClusterMesh) -> None:
     await until(lambda: len(node.relays.problems) == 1)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from covey.runtime.group.group import Group
-    from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.cluster_mesh import ClusterMesh
     from covey.runtime.peers.remote_process import RemoteProcess
 
 SIZE = 6
@@ -61,7 +61,7 @@ class Scene:
         self.participants = [thread_run.start(work) for _ in range(SIZE)]
         together()
 
-    def mesh(self, rank: int) -> Mesh:
+    def mesh(self, rank: int) -> ClusterMesh:
         id = node_of(self.groups[rank]).card.id
         return next(each for each in self.participants if each.identity.id == id).joiner.mesh
 
@@ -263,7 +263,7 @@ def test_a_later_life_of_a_node_gets_a_link_though_that_with_the_earlier_life_re
     later = msgspec.structs.replace(hello, card=card)
 
     def answer() -> messages.Welcome | messages.Refusal:
-        return mesh._admission.judge(later, card.id, source="127.0.0.1")
+        return mesh._admission.judge(later, source="127.0.0.1")
 
     async def dial_nothing(*_: object, **__: object) -> None:
         """Reach nothing, as if the earlier life had been killed."""

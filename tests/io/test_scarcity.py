@@ -18,7 +18,7 @@ from covey.net.discovery import interfaces, mdns
 from covey.net.discovery.mdns import Beacon
 from covey.runtime.links import handshake
 from covey.runtime.loop import aside
-from covey.runtime.peers import mesh as mesh_module
+from covey.runtime.peers import cluster_mesh as mesh_module
 from covey.runtime.peers.follower import DialOutcome, HintFollower
 from covey.runtime.peers.hints import TRIES, Hint, Origin
 from covey.wire.messages import Address

@@ -8,7 +8,7 @@ import pytest
 from tests.support.attackers import new_cluster, victim
 from tests.support.waiting import DEADLINE
 
-from covey.runtime.peers import mesh
+from covey.runtime.peers import cluster_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +28,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def prey(monkeypatch: pytest.MonkeyPatch) -> Iterator[Victim]:
     """A node that attackers can reach. It waits for visitors that answer when a test gets to them."""
-    monkeypatch.setattr(mesh, "VISITOR_SECONDS", 2 * DEADLINE)
+    monkeypatch.setattr(cluster_mesh, "VISITOR_SECONDS", 2 * DEADLINE)
     with victim(new_cluster()) as node:
         yield node

@@ -45,7 +45,7 @@ from covey.net.keys.identity import NodeIdentity
 from covey.net.keys.tls import Credentials, signed_certificate
 from covey.runtime import loop as control
 from covey.runtime.environment import LaunchedRank
-from covey.runtime.joining.launcher_mesh import LauncherMesh, launched_node
+from covey.runtime.joining.launched_links import LaunchedLinks, launched_node
 from covey.runtime.links import acceptor, handshake
 from covey.runtime.links import link as link_module
 from covey.runtime.links.acceptor import Acceptor
@@ -263,14 +263,14 @@ def launched(
     return node, ("127.0.0.1", endpoint.card.contact.addresses[0].port)
 
 
-def launcher_mesh(node: Node) -> LauncherMesh:
-    assert isinstance(node.links, LauncherMesh)
+def launched_links(node: Node) -> LaunchedLinks:
+    assert isinstance(node.links, LaunchedLinks)
     return node.links
 
 
 @contextlib.contextmanager
 def launching(node: Node) -> Iterator[None]:
-    future = control.start(launcher_mesh(node).form(within=DEADLINE))
+    future = control.start(launched_links(node).form(within=DEADLINE))
     try:
         yield
     finally:
@@ -330,13 +330,9 @@ def test_a_dialled_rank_that_turns_out_to_be_another_is_not_taken_for_it() -> No
     with launching(one), Proxy(address) as proxy:
         led_astray = messages.Contact(one.host, (messages.Address(*proxy.address),), "")
         two, _ = launched(cluster, 2, 3, {Seat(0): led_astray})
+        assembly = launched_links(two).assembly
         with launching(two):
-            until(
-                lambda: (
-                    proxy.connections()
-                    and (two.peers[Seat(0)].link or launcher_mesh(two)._complaint or launcher_mesh(two)._refusal)
-                )
-            )
+            until(lambda: proxy.connections() and (two.peers[Seat(0)].link or assembly._complaint or assembly._refusal))
             assert two.peers[Seat(0)].link is None
 
 

@@ -48,14 +48,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.cluster_mesh import ClusterMesh
     from covey.wire.relay import RelayMessage
 
 PATIENCE = 1.0
 """How long a dial that must fail may take, instead of 5 s."""
 
 
-async def no_direct_way(_mesh: Mesh, _remote: Any) -> None:
+async def no_direct_way(_mesh: ClusterMesh, _remote: Any) -> None:
     """Look for none."""
 
 
@@ -76,7 +76,7 @@ def impatient() -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def relayed(
     meshes: Meshes, count: int = 2, *, kind: Any = HostileRelay, limits: RelayLimits | None = None, **of_kind: Any
-) -> AsyncIterator[tuple[Any, Cluster, list[Mesh]]]:
+) -> AsyncIterator[tuple[Any, Cluster, list[ClusterMesh]]]:
     """A relay, a cluster, and nodes of it that are registered there and know each other by no other means."""
     server = open_relay(0, limits, kind, **of_kind)
     try:
@@ -88,11 +88,11 @@ async def relayed(
         await server.close()
 
 
-async def meet(one: Mesh, other: Mesh) -> DialOutcome:
+async def meet(one: ClusterMesh, other: ClusterMesh) -> DialOutcome:
     return await one.dial((), relay=other.card.contact.relay)
 
 
-def call_as_relay(server: Any, cluster: Cluster, node: Mesh) -> socket.socket:
+def call_as_relay(server: Any, cluster: Cluster, node: ClusterMesh) -> socket.socket:
     """Return the end of a connection to a node that the relay itself calls."""
     ours, its = socket.socketpair()
     for sock in (ours, its):

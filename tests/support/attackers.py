@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
     from covey.runtime.group.group import Group
+    from covey.runtime.peers.cluster_mesh import ClusterMesh
     from covey.runtime.peers.endpoint import Endpoint
-    from covey.runtime.peers.mesh import Mesh
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -78,7 +78,7 @@ def until(condition: Callable[[*Args], Any], *args: *Args, within: float = DEADL
 class Victim:
     """A node of a cluster, in this process, that waits for others to come."""
 
-    def __init__(self, cluster: Cluster, endpoint: Endpoint, node: Mesh, address: tuple[str, int]) -> None:
+    def __init__(self, cluster: Cluster, endpoint: Endpoint, node: ClusterMesh, address: tuple[str, int]) -> None:
         self.cluster, self.endpoint, self.node, self.address = cluster, endpoint, node, address
 
     @property

@@ -13,9 +13,9 @@ from covey.net.host.settings_files import effective_environment
 from covey.runtime import loop as control
 from covey.runtime.calls.service import CallService
 from covey.runtime.keeper.member_relay import MemberRelay
+from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.runtime.peers.listener import MeshListener
-from covey.runtime.peers.mesh import Mesh
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ResidentAgent(MeshListener):
     """Links with the nodes of its cluster, and serves calls of those that may start programs here."""
 
     def __init__(self, cluster: Cluster, config: GroupConfig, endpoint: Endpoint, permission: Permission) -> None:
-        self.mesh = Mesh(cluster, config, endpoint, self, purpose="agent")
+        self.mesh = ClusterMesh(cluster, config, endpoint, self, purpose="agent")
         self.permission = permission
         self.relay_port = 0
         """The port at which this machine is a relay, or 0."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from covey.net.discovery.mdns import Observation
     from covey.net.keys.clusters import Cluster
     from covey.runtime.links.handshake import Where
-    from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.cluster_mesh import ClusterMesh
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.peers.visit import Visit
 
@@ -156,7 +156,7 @@ class NodeSearch:
         self.refusals = {where: why for where, why in others.items() if not why.startswith(NO_WAY)}
         self.unreachable = {where: why for where, why in others.items() if where not in self.refusals} | closed
 
-    async def _try_seeds(self, mesh: Mesh) -> dict[str, str]:
+    async def _try_seeds(self, mesh: ClusterMesh) -> dict[str, str]:
         """Return why no node answers, by seed; "" if one does. (A visitor that met a node tries no further seeds.)"""
 
         async def try_one(seed: str) -> str:
@@ -172,12 +172,12 @@ class NodeSearch:
         problems = await asyncio.gather(*map(try_one, self._seeds))
         return dict(zip(self._seeds, problems, strict=True))
 
-    async def _try_ways(self, mesh: Mesh, card: messages.Card) -> list[Sounding]:
+    async def _try_ways(self, mesh: ClusterMesh, card: messages.Card) -> list[Sounding]:
         is_here = card.contact.host == mesh.card.contact.host
         credentials, addresses = mesh.endpoint.credentials, card.contact.addresses
         return await sound_each(addresses, self._own, credentials, same_host=is_here, token=self._token)
 
-    def _found_by(self, card: messages.Card, mesh: Mesh, listener: MulticastListener) -> tuple[str, ...]:
+    def _found_by(self, card: messages.Card, mesh: ClusterMesh, listener: MulticastListener) -> tuple[str, ...]:
         addresses = {address.ip for address in card.contact.addresses}
         found_by = ["same host"] * (card.contact.host == mesh.card.contact.host)
         found_by += ["multicast"] * any(addresses & heard.speakers.keys() for heard in listener.heard.values())
@@ -187,7 +187,7 @@ class NodeSearch:
         return tuple(found_by or ["relay" if is_relayed else "others"])
 
     def _describe(
-        self, remote: RemoteProcess, mesh: Mesh, soundings: list[Sounding], found_by: tuple[str, ...]
+        self, remote: RemoteProcess, mesh: ClusterMesh, soundings: list[Sounding], found_by: tuple[str, ...]
     ) -> MetNode:
         card, link = remote.card, remote.link
         assert link is not None
@@ -216,7 +216,7 @@ class NodeSearch:
             relay=link.relay,
         )
 
-    def _measure(self, mesh: Mesh, node: MetNode, way: Where | None) -> MetNode:
+    def _measure(self, mesh: ClusterMesh, node: MetNode, way: Where | None) -> MetNode:
         """Measure the throughput to one node while no other is measured, if there is time left."""
         seconds = LONG_FLOW_SECONDS if node.round_trip > LONG_ROUND_TRIP else FLOW_SECONDS
         if way is None or self._until - time.monotonic() < seconds:
@@ -225,7 +225,7 @@ class NodeSearch:
         return replace(node, bytes_per_second=control.run(flow, seconds + PROBE_SECONDS + LATE_SECONDS))
 
     async def _dial_announced(
-        self, mesh: Mesh, listener: MulticastListener, observations: Iterable[Observation]
+        self, mesh: ClusterMesh, listener: MulticastListener, observations: Iterable[Observation]
     ) -> dict[str, str]:
         """Dial machines that announce nodes of this cluster; return those that do not respond at all, and why.
 
@@ -322,7 +322,7 @@ def look_at_interfaces(
     return tuple(networks)
 
 
-async def _problems(mesh: Mesh) -> tuple[dict[str, str], set[str]]:
+async def _problems(mesh: ClusterMesh) -> tuple[dict[str, str], set[str]]:
     return mesh.report_problems(), set(mesh.problems.hung_up)
 
 

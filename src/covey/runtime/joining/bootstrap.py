@@ -195,7 +195,7 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
     if launched.size == 1:
         return Group(Engine(None, 0, (Seat(0),), launched.name, config), None, local_rank=launched.local_rank or 0)
     from covey.runtime import loop as control
-    from covey.runtime.joining.launcher_mesh import launched_node
+    from covey.runtime.joining.launched_links import launched_node
     from covey.runtime.peers.peer_table import ranks_of
 
     endpoint = _open_endpoint(launched, config, target.options)
@@ -203,11 +203,11 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
         return _join_late(launched, target, endpoint)
     try:
         peers = ranks_of(launched.size, launched.rank, endpoint.contacts)
-        node, mesh = launched_node(launched, config, endpoint, peers)
+        node, links = launched_node(launched, config, endpoint, peers)
     except BaseException:
         endpoint.leave()
         raise
-    control.make(mesh.form(within=target.wait), discard=lambda _: node.close(), otherwise=node.close)
+    control.make(links.form(within=target.wait), discard=lambda _: node.close(), otherwise=node.close)
     local_rank = local_rank_of(node) if launched.local_rank is None else launched.local_rank
     return group_of(node, local_rank, functions=target.functions)
 

@@ -115,7 +115,6 @@ async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: in
             seat = next(member.seat for member in formed.members if messages.key_of(member.card) == own)
         else:
             seat = Seat(next(rank for rank, member in enumerate(formed.view) if member.id == joiner.card.id))
-        links = joiner.links()
         node = Node(
             seat=seat,
             size=1 + len(peers),
@@ -127,14 +126,23 @@ async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: in
             audit=endpoint.audit,
             cluster=endpoint.cluster_tag,
             peers=peers,
-            links=links,
+            links=joiner.links,
             floor=floor,
             store=joiner.records.write,
             closes=(joiner,),
             on_close=endpoint.on_close,
         )
-        links.serve(node.peers, node.views, node.inbox, tasks=node.tasks, stores=node.stores, lanes=node.lanes)
-        joiner.carry_on(links, formed)
+        joiner.links.serve(
+            joiner.mesh,
+            node.peers,
+            node.views,
+            node.inbox,
+            tasks=node.tasks,
+            stores=node.stores,
+            checkpoints=node.checkpoints,
+            lanes=node.lanes,
+        )
+        joiner.carry_on(formed)
         return node
     except BaseException:
         await joiner.close()

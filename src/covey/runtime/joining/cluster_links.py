@@ -1,4 +1,4 @@
-"""The links with the members of a run in a cluster: they come from the mesh, and lost ones are redialled.
+"""The links with the members of a run in a cluster: they come from the mesh in which the run was agreed on.
 
 On the control loop.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.proto.overlay import Overlay
+from covey.runtime.joining.run_links import RunLinks
 from covey.runtime.peers.remote_process import PeerState
 from covey.wire import membership, messages
 from covey.wire.lineage import Ending, founded_at
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.proto.joining import Joining
     from covey.runtime.lanes.lanes import Lanes
-    from covey.runtime.links.link import Link
-    from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.cluster_mesh import ClusterMesh
     from covey.runtime.peers.peer_table import Inbox, PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.runtime.state.checkpoints import Checkpoints
     from covey.runtime.state.store import Stores
     from covey.runtime.tasks import Tasks
     from covey.runtime.views.generation import Generation
@@ -36,53 +37,49 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 
-class ClusterLinks:
+class ClusterLinks(RunLinks):
     """Connects one run with the mesh of its cluster: its links, its newcomers, and the nodes that wait for the run."""
 
-    may_rest = True
+    can_rest = True
 
     def __init__(
-        self,
-        mesh: Mesh,
-        core: Joining,
-        *,
-        entered: Callable[[messages.Founded], None],
-        settle: Callable[[], None],
+        self, core: Joining, *, entered: Callable[[messages.Founded], None], settle: Callable[[], None]
     ) -> None:
         """`entered` is called with each later generation; `settle` performs the effects of `core`."""
-        self._mesh, self._core, self._formation = mesh, core, core.formation
+        self._core, self._formation = core, core.formation
         self._entered, self._settle = entered, settle
         self._rivals_logged: set[bytes] = set()
-        self._redialled: set[RemoteProcess] = set()
-        """Linked members that are silent and are being dialled."""
-        self.ways, self.round_trip = mesh.relays.ways, mesh.relays.round_trip
 
     def serve(
-        self, peers: PeerTable, views: Views, inbox: Inbox, *, tasks: Tasks, stores: Stores, lanes: Lanes
+        self,
+        mesh: ClusterMesh,
+        peers: PeerTable,
+        views: Views,
+        inbox: Inbox,
+        *,
+        tasks: Tasks,
+        stores: Stores,
+        checkpoints: Checkpoints,
+        lanes: Lanes,
     ) -> None:
         """Hand the links of this run to its parts from now on."""
-        self.peers, self.views, self.inbox, self.stores = peers, views, inbox, stores
-        self._tasks, self._lanes = tasks, lanes
+        self.mesh = self._mesh = mesh
+        self.serve_parts(peers, views, inbox, tasks=tasks, stores=stores, checkpoints=checkpoints)
+        self._lanes = lanes
         self.awake = AwakeLinks(views, peers, tasks)
-        self._mesh.search.slow_down()
-        self._mesh.spawn(self._mesh.resting.keep())
+        mesh.search.slow_down()
+        mesh.spawn(mesh.resting.keep())
         self._core.may_go_on = lambda: views.generations.hears_quorum
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether this node leaves the run, or has left it."""
-        return self._tasks.is_closing
 
     # Links
 
-    def deliver_early(self) -> None:
+    def deliver_all_early(self) -> None:
         """Give the node what members said before it had its seat; redial members without a link."""
         for seat, peer in list(self.peers.items()):
             if self._mesh.met.get(peer.id) is not peer:
                 self.views.losses.link_ended(seat)
             else:
-                for message in peer.early.take():
-                    self.inbox.heard_early(seat, message)
+                self.deliver_early(seat, peer)
 
     def recall(self, card: messages.Card) -> RemoteProcess | None:
         """Return the member that a card is of; None if it is of none, or of one that a view has excluded."""
@@ -108,7 +105,7 @@ class ClusterLinks:
 
     def link_changed(self, remote: RemoteProcess) -> None:
         """Note the link in use with a member."""
-        if remote.seat >= 0:
+        if self.is_member(remote):
             before, remote.told = remote.told, remote.link
             if before is not None and before is not remote.link:  # what is on the old link may be lost or late
                 self.stores.link_up(remote.seat)
@@ -118,7 +115,7 @@ class ClusterLinks:
 
     def link_woke(self, remote: RemoteProcess) -> None:
         """Note that the link with a member, which rested, has a connection again."""
-        if remote.seat >= 0:
+        if self.is_member(remote):
             remote.told = remote.link
             self.views.losses.link_up(remote)
             self.stores.link_has_room(remote.seat)
@@ -130,40 +127,18 @@ class ClusterLinks:
         if remote.seat >= 0:
             self.views.losses.link_ended(remote.seat)
 
-    def link_ended(self, peer: RemoteProcess) -> None:
-        """Link again with a member whose last link has ended, whichever end dialled."""
-        if peer.card.contact.addresses or peer.card.contact.relay:
-            self._mesh.spawn(self._redial(peer))
+    def link_rests(self, remote: RemoteProcess) -> None:
+        if self.is_member(remote):
+            self.views.losses.link_rests(remote.seat)
 
-    async def _redial(self, peer: RemoteProcess) -> None:
-        """Dial a member without a link; if a view has excluded it, it should learn so."""
-        until = time.monotonic() + 2 * self._mesh.config.patience
+    def may_rest(self, remote: RemoteProcess) -> bool:
+        return self.is_member(remote) and self.awake.may_rest(remote.seat)
 
-        def is_wanted() -> bool:
-            is_settled = peer.has_left or self._tasks.is_closing or peer.id in self._mesh.met or peer.is_denied
-            return not is_settled and time.monotonic() < until
+    def wants_awake(self, remote: RemoteProcess) -> bool:
+        return self.is_member(remote) and self.awake.wants(remote.seat)
 
-        await self._mesh.redial(peer.card.contact, is_wanted)
-
-    def unheard(self, peer: RemoteProcess) -> None:
-        """Dial a member whose link is silent by all its addresses: it may be busy, or the path may be dead."""
-        if self._mesh.met.get(peer.id) is peer and peer not in self._redialled:
-            self._redialled.add(peer)
-            self._mesh.spawn(self._redial_until_heard(peer))
-
-    async def _redial_until_heard(self, remote: RemoteProcess) -> None:
-        def is_wanted() -> bool:
-            return remote.link is not None and remote.is_silent() and not self._mesh.is_closing
-
-        try:
-            await self._mesh.redial(remote.card.contact, is_wanted)
-        finally:
-            self._redialled.discard(remote)
-
-    def part(self, peer: RemoteProcess, link: Link) -> None:
-        """End all links with a member that is given up."""
-        if self._mesh.met.get(peer.id) is peer:
-            self._mesh.part(peer)
+    def may_change_link(self, remote: RemoteProcess) -> bool:
+        return remote.seat < 0 and not self._formation.is_deciding
 
     # Nodes that are not members
 

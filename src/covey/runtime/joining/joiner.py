@@ -23,8 +23,8 @@ from covey.runtime.joining.cluster_links import ClusterLinks
 from covey.runtime.joining.records import Records
 from covey.runtime.joining.situation import Situation
 from covey.runtime.loop import aside
+from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.listener import MeshListener
-from covey.runtime.peers.mesh import Mesh
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
 from covey.wire import formation as forming
 from covey.wire import membership, messages
@@ -33,7 +33,7 @@ from covey.wire.lineage import Ending
 from covey.wire.versions import OURS, Disagreement, agree, fixed_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
@@ -67,7 +67,6 @@ class Joiner(MeshListener):
         `is_returning` was in the run before, or waited for it. The first view spans at least `min_hosts` machines.
         `abandoned` are lineages that a person gave up.
         """
-        self.mesh = Mesh(cluster, config, endpoint, self, purpose="candidate", run=terms.run)
         self.endpoint, self.run = endpoint, terms.run
         self._terms, self._is_elastic = terms, is_elastic
         card = endpoint.card
@@ -90,6 +89,9 @@ class Joiner(MeshListener):
         )
         self._driver = CoreDriver(self._core, self, is_ticking=False)
         self._formation = self._core.formation
+        self.links = ClusterLinks(self._core, entered=self._enter, settle=self._driver.settle)
+        """The links of the run, once `carry_on` has handed them over; before, no process has a seat."""
+        self.mesh = ClusterMesh(cluster, config, endpoint, self, self.links, purpose="candidate", run=terms.run)
         self._situation = Situation(self.mesh, self._formation)
         loop = asyncio.get_running_loop()
         self._formed: asyncio.Future[Formed] = loop.create_future()
@@ -195,17 +197,14 @@ class Joiner(MeshListener):
                 by_seat[seat] = process
         return by_seat
 
-    def links(self) -> ClusterLinks:
-        """Return the links of a run that this node has a seat in; `carry_on` lets them serve it."""
-        return ClusterLinks(self.mesh, self._core, entered=self._enter, settle=self._driver.settle)
-
-    def carry_on(self, member: ClusterLinks, formed: messages.Founded | Formed) -> None:
-        """Hand over the links of the run, whose parts from now on receive the messages about it.
+    def carry_on(self, formed: messages.Founded | Formed) -> None:
+        """Have the parts that `links` serves receive the messages about the run from now on.
 
         `formed` is the first view, or the generation that the node enters.
         """
         self._since = time.monotonic()
-        self.member, views = member, member.views
+        self.member = member = self.links
+        views = member.views
         if isinstance(formed, messages.Founded):
             record = self.record_of(formed)
             self._enter(formed)
@@ -213,7 +212,7 @@ class Joiner(MeshListener):
         else:
             tie_breaker = next((rank for rank, each in enumerate(formed.view) if each.breaks_ties), 0)
             views.begin(fixed_by(formed.versions), formed.lineage, tie_breaker)
-        member.deliver_early()
+        member.deliver_all_early()
         self._driver.settle()
 
     def record_of(self, founded: messages.Founded) -> membership.Record | None:
@@ -283,42 +282,17 @@ class Joiner(MeshListener):
             self.member.lost(remote)
         self._driver.settle()
 
-    def may_change_link(self, remote: RemoteProcess) -> bool:
-        return remote.seat < 0 and not self._formation.is_deciding
-
-    def link_changed(self, remote: RemoteProcess) -> None:
-        if self.member is not None:
-            self.member.link_changed(remote)
-
-    def link_replaced(self, remote: RemoteProcess) -> None:
-        if self.member is not None and remote.seat >= 0:
-            self.member.views.exchanged(remote)
-
-    def link_rests(self, remote: RemoteProcess) -> None:
-        if self.member is not None and remote.seat >= 0:
-            self.member.views.losses.link_rests(remote.seat)
-
-    def link_woke(self, remote: RemoteProcess) -> None:
-        if self.member is not None:
-            self.member.link_woke(remote)
-
-    def link_has_room(self, remote: RemoteProcess) -> None:
-        if self.member is not None and remote.seat >= 0:
-            self.member.stores.link_has_room(remote.seat)
-
-    def may_rest(self, remote: RemoteProcess) -> bool:
-        return self.member is not None and remote.seat >= 0 and self.member.awake.may_rest(remote.seat)
-
-    def wants_awake(self, remote: RemoteProcess) -> bool:
-        return self.member is not None and remote.seat >= 0 and self.member.awake.wants(remote.seat)
-
-    def arrived(self, remote: RemoteProcess) -> None:
-        if self.member is not None and remote.seat >= 0:
-            self.member.views.losses.noticed(remote.seat)
-
     def keeper_linked(self, remote: RemoteProcess) -> None:
         if self.member is not None:
             self.member.tell_keeper(remote)
+
+    def asked_for_checkpoint(
+        self, request: messages.RequestCheckpoint, send: Callable[[messages.CheckpointProgress], None]
+    ) -> None:
+        if self.member is not None:
+            self.member.checkpoints.asked(request, send)
+        else:
+            super().asked_for_checkpoint(request, send)
 
     def expelled(self, remote: RemoteProcess, reason: str) -> None:
         if self.member is not None and remote.seat >= 0:

@@ -1,8 +1,8 @@
 """One process in a run: wires its peers, views, lanes, state and groups, and frees them at the end.
 
 Everything that touches a link happens on the control loop; other threads use `PeerTable.tell`, `control.soon`, or wait
-for a future. How links come about is the business of `MemberLinks`: the ranks of a launcher dial each other
-(`LauncherMesh`), and in a cluster the links come from the mesh in which the run was agreed on (`ClusterLinks`).
+for a future. How links come about is the business of `MemberLinks`: of `LaunchedLinks` if the members were given, and
+of `ClusterLinks` in a cluster, where they come from the mesh in which the run was agreed on.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.proto.formation import Formation
-    from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.cluster_mesh import ClusterMesh
 
 logger = logging.getLogger("covey")
 
@@ -34,7 +34,7 @@ TEXT_LIMIT: Final = 4000
 class Situation:
     """Describes what one joining node waits for."""
 
-    def __init__(self, mesh: Mesh, formation: Formation) -> None:
+    def __init__(self, mesh: ClusterMesh, formation: Formation) -> None:
         self._mesh, self._formation = mesh, formation
 
     def text(self) -> str:

@@ -12,8 +12,8 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.net.discovery.interfaces import is_own_address
+from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.listener import MeshListener
-from covey.runtime.peers.mesh import Mesh
 from covey.runtime.views.process_table import ProcessTable, Rounds
 from covey.wire import messages
 
@@ -34,7 +34,7 @@ class ClusterKeeper(MeshListener):
     """
 
     def __init__(self, cluster: Cluster, config: GroupConfig, endpoint: Endpoint) -> None:
-        self.mesh = Mesh(cluster, config, endpoint, self, purpose="keeper", announce=False)
+        self.mesh = ClusterMesh(cluster, config, endpoint, self, purpose="keeper", announce=False)
         self.survives: bool | None = False
         """Whether the run goes on when a member is lost; None until one of the keeper's processes has said so. May be
         read on any thread."""

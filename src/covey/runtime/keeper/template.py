@@ -31,7 +31,7 @@ PRELOADED = (
     "numpy",
     "covey.runtime.joining.bootstrap",
     "covey.runtime.joining.generations",
-    "covey.runtime.joining.launcher_mesh",
+    "covey.runtime.joining.launched_links",
     "covey.runtime.messages.messenger",
     "covey.runtime.calls.serve",
     "covey.runtime.joining.node",

@@ -1,4 +1,4 @@
-"""Dials several addresses of one node, each with a short head start, and uses the first that works."""
+"""Dials the addresses of one process, each with a short head start, and again while the process is lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from covey.base.errors import AuthError, ConnectError
 from covey.net.host.descriptors import ScarceError
-from covey.runtime.links.handshake import HungUpError, RefusedError, connect, dial
+from covey.runtime.links.handshake import SILENCE, HungUpError, RefusedError, connect, dial
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.links.sockets import RelayedWay
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Coroutine
 
+    from covey.runtime.backoff import Backoff
     from covey.runtime.links.dial_limits import DialLimits
     from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.links.link import Link
@@ -24,7 +25,43 @@ HEAD_START: Final = 0.15
 """Seconds between the dial of an address and the dial of the next, worse one."""
 RELAY_HEAD_START: Final = 0.6
 """Seconds for which the addresses of a node are tried before a relay; none, once all of them have failed."""
+ATTEMPT_SECONDS: Final = 1.5
+"""How long one attempt to dial a lost process may take: a new dial repeats a lost first packet sooner than TCP does."""
+RELAY_SECONDS: Final = 2.5
+"""How much longer an attempt may take that tries relays after the addresses: a relay needs more round trips."""
+NEXT_SECONDS: Final = 1.0
+"""How long the next attempt waits for one that has neither worked nor failed."""
 T = TypeVar("T")
+
+
+async def keep_dialling(
+    attempt: Callable[[], Coroutine[Any, Any, str]], is_wanted: Callable[[], bool], tries: Backoff, *, at_once: int = 1
+) -> None:
+    """Try to link with a process, with growing pauses, while `is_wanted()`; `attempt` returns why it has failed.
+
+    An attempt tries each way once, and lasts as long as one of them neither works nor fails. Meanwhile another way may
+    begin to work: a relay may have returned to which the process is not registered yet. So up to `at_once` attempts
+    run at a time. That is 1 where only one link is kept: of two that come together, each end might keep another.
+    """
+    attempts = set[asyncio.Future[str]]()
+    try:
+        while is_wanted():
+            tries.begin()
+            if len(attempts) < at_once:
+                attempts.add(asyncio.ensure_future(attempt()))
+            done, attempts = await asyncio.wait(attempts, timeout=NEXT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            problems = [each.result() for each in done]
+            if is_wanted():
+                tries.failed(problems[0] if problems else SILENCE)
+                await tries.rest()
+    finally:
+        for each in attempts:
+            each.cancel()
+
+
+def attempt_seconds(*, is_relayed: bool) -> float:
+    """Return how long one attempt to dial a lost process may take, with relays or without."""
+    return ATTEMPT_SECONDS + (RELAY_SECONDS if is_relayed else 0.0)
 
 
 async def dial_any(
@@ -76,6 +113,8 @@ async def _first_of(
     """
     if not wheres:
         raise ConnectError("the peer has no address that can be dialled from here")
+    if len(wheres) == 1:
+        return await open_one(wheres[0]), wheres[0]
     remaining, tasks, errors = list(wheres), list[asyncio.Future[T]](), list[BaseException]()
     won: asyncio.Future[T] | None = None
 

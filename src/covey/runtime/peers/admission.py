@@ -62,7 +62,7 @@ class Admission:
         """Tell whether a card is this node's own, in this life."""
         return messages.key_of(card) == messages.key_of(self._host.card)
 
-    def judge(self, hello: messages.Hello, _id: bytes, *, source: str) -> messages.Welcome | messages.Refusal:
+    def judge(self, hello: messages.Hello, *, source: str) -> messages.Welcome | messages.Refusal:
         """Return the answer to a node that dialled from address `source`."""
         if self.is_this_process(hello.card):
             return messages.Welcome(-1, self._host.card, self._purpose)  # the dialling side notices

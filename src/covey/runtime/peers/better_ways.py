@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.pace import Growing
 from covey.base.text import printable
-from covey.proto.relay_trips import is_news
 from covey.runtime.backoff import Backoff
-from covey.runtime.peers.dialer import ATTEMPT_SECONDS, RELAY_SECONDS
-from covey.wire import messages
+from covey.runtime.links.address_race import attempt_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from covey.runtime.peers.dialer import Dialer
-    from covey.runtime.peers.listener import MeshListener
+    from covey.runtime.peers.listener import LinkListener
     from covey.runtime.peers.relays import Relays
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.tasks import Tasks
+    from covey.wire import messages
 
 logger = logging.getLogger("covey")
 
@@ -41,7 +38,7 @@ class BetterWays:
         card: messages.Card,
         relays: Relays,
         dialer: Dialer,
-        listener: MeshListener,
+        listener: LinkListener,
         tasks: Tasks,
         *,
         tells_log: bool,
@@ -49,31 +46,23 @@ class BetterWays:
         """`card` is that of this node; with `tells_log`, the log says which nodes are reached through a relay."""
         self._id, self._host, self._tells_log = card.id, card.contact.host, tells_log
         self._relays, self._dialer, self._listener, self._tasks = relays, dialer, listener, tasks
-        self._seeking: set[RemoteProcess] = set()
-        self._told: tuple[messages.RelayTrip, ...] = ()
-        """The round trips to relays that other nodes were told of last."""
+        self._seeking: set[tuple[RemoteProcess, bool]] = set()
+        """The nodes to which a way is sought, and whether that is a direct one."""
 
     def seek(self, remote: RemoteProcess) -> None:
         """Look for a better way to a node, if its link goes through a relay, and tell it how far the relays are."""
         if remote.link is not None and remote.link.relay:
-            remote.send(messages.RelayTrips(self._relays.trips()))
-            if remote not in self._seeking:
-                self._seeking.add(remote)
-                self._tasks.spawn(self._seek(remote))
+            self._relays.tell([remote])
+            for is_direct in (True, False):  # each by itself: one may notice that the link has changed before the other
+                if (remote, is_direct) not in self._seeking:
+                    self._seeking.add((remote, is_direct))
+                    self._tasks.spawn(self._seek(remote, is_direct=is_direct))
 
-    async def _seek(self, remote: RemoteProcess) -> None:
+    async def _seek(self, remote: RemoteProcess, *, is_direct: bool) -> None:
         try:
-            await asyncio.gather(self.seek_direct(remote), self._seek_shorter_relay(remote))
+            await (self.seek_direct(remote) if is_direct else self._seek_shorter_relay(remote))
         finally:
-            self._seeking.discard(remote)
-
-    def tell_trips(self, linked: Iterable[RemoteProcess]) -> None:
-        """Tell nodes with relayed links how far the relays are, if that has changed."""
-        if is_news(self._told, trips := self._relays.trips()):
-            self._told = trips
-            for remote in linked:
-                if remote.link is not None and remote.link.relay:
-                    remote.send(messages.RelayTrips(trips))
+            self._seeking.discard((remote, is_direct))
 
     async def seek_direct(self, remote: RemoteProcess) -> None:
         """Dial a node at its own addresses, with growing pauses, while its link goes through a relay."""
@@ -81,7 +70,7 @@ class BetterWays:
         while remote.link is not None and remote.link.relay and not self._tasks.is_closing:
             contact = remote.card.contact  # it may have moved
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ATTEMPT_SECONDS):
+                async with asyncio.timeout(attempt_seconds(is_relayed=False)):
                     await self._dialer.dial(contact.addresses, same_host=contact.host == self._host)
             if remote.link is not None and remote.link.relay and not told and self._tells_log:
                 told = remote.link.relay
@@ -104,6 +93,6 @@ class BetterWays:
             is_due = looks >= RELAY_LOOKS and self._id < remote.card.id and self._listener.may_change_link(remote)
             if way is not None and is_due:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(ATTEMPT_SECONDS + RELAY_SECONDS):
+                    async with asyncio.timeout(attempt_seconds(is_relayed=True)):
                         await self._dialer.dial((), relay=way.token, is_best_relay=True)
             await asyncio.sleep(RELAY_CHECK_EVERY)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +17,7 @@ from covey.base.text import printable
 from covey.net.discovery.interfaces import is_loopback, recent_interfaces, to_dial
 from covey.net.host.descriptors import ScarceError, is_exhausted
 from covey.runtime.backoff import Backoff
-from covey.runtime.links.address_race import dial_any
+from covey.runtime.links.address_race import attempt_seconds, dial_any, keep_dialling
 from covey.runtime.links.handshake import HungUpError, RefusedError, spell
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.peers.follower import DialOutcome
@@ -35,14 +36,8 @@ if TYPE_CHECKING:
 NEAR_SECONDS: Final = 2.0
 """How soon a node that was announced on an interface has to answer there; TCP repeats a lost first packet after 1 s."""
 PAUSES: Final = Growing(0.05, 1.0, 1.5)
-ATTEMPT_SECONDS: Final = 1.5
-"""How long one attempt may take before the next: a new dial repeats a lost first packet sooner than TCP does."""
-RELAY_SECONDS: Final = 2.5
-"""How much longer an attempt may take that tries relays after the addresses: a relay needs more round trips."""
-NEXT_SECONDS: Final = 1.0
-"""How long the next attempt waits for one that has neither worked nor failed..."""
 ATTEMPTS_AT_ONCE: Final = 4
-"""... and how many of them there may be."""
+"""Attempts to dial one lost node at a time."""
 
 
 class Dialer:
@@ -128,33 +123,17 @@ class Dialer:
     # A node that is lost
 
     async def redial(self, contact: Contact, is_wanted: Callable[[], bool]) -> None:
-        """Dial a node by all its addresses, with growing pauses, while `is_wanted()`.
-
-        An attempt tries each way once, and lasts as long as one of them neither works nor fails. Meanwhile another way
-        may begin to work: a relay may have returned to which the node is not registered yet. So the next attempt does
-        not wait for the end of the one before.
-        """
+        """Dial a node by all its addresses, with growing pauses, while `is_wanted()`."""
         addresses = ", ".join(f"{each.ip}:{each.port}" for each in contact.addresses)
         tries = Backoff(f"a link with the node at {addresses}", PAUSES, level=logging.INFO)  # its health is in `status`
-        attempts = set[asyncio.Future[None]]()
-        try:
-            while is_wanted():
-                tries.begin()
-                if len(attempts) < ATTEMPTS_AT_ONCE:
-                    attempts.add(asyncio.ensure_future(self._attempt(contact)))
-                _, attempts = await asyncio.wait(attempts, timeout=NEXT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if is_wanted():
-                    tries.failed("no node of the cluster answers there")
-                    await tries.rest()
-        finally:
-            for each in attempts:
-                each.cancel()
+        await keep_dialling(functools.partial(self._attempt, contact), is_wanted, tries, at_once=ATTEMPTS_AT_ONCE)
 
-    async def _attempt(self, contact: Contact) -> None:
+    async def _attempt(self, contact: Contact) -> str:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ATTEMPT_SECONDS + (RELAY_SECONDS if self._relayed(contact.relay) else 0)):
+            async with asyncio.timeout(attempt_seconds(is_relayed=bool(self._relayed(contact.relay)))):
                 same_host = contact.host == self._endpoint.card.contact.host
                 await self.dial(contact.addresses, same_host=same_host, relay=contact.relay)
+        return "no node of the cluster answers there"
 
 
 def has_loopback_ip(address: Address) -> bool:

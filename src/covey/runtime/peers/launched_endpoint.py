@@ -88,7 +88,7 @@ def in_cluster(launched: LaunchedRank, config: GroupConfig, cluster: Cluster) ->
     """Listen where ranks of other hosts can connect with the cluster's secret; rank 0 knows how to reach them all."""
     own, contacts, token = _own_address(launched), _known_ranks(launched), b""
     if cluster.relays:
-        from covey.runtime.peers.launched_relays import first_token
+        from covey.runtime.peers.launcher_mesh import first_token
 
         token = first_token(cluster, launched.name)
         if Seat(0) in contacts:

@@ -1,11 +1,8 @@
-"""The links of this node with other nodes of its cluster. On the control loop.
+"""The links of this process with others: accepts and dials them, passes on what comes over them, and ends them.
 
-A remote node is known only after TLS has proved its key and its Hello was accepted. Of several links with one node one
-remains, whichever side dialled it. The side that dialled it also dials their lanes, because it is known to reach the
-other.
-
-A `Mesh` alone is a visitor: it links with every node, asks and answers, and takes part in no run. A `Joiner` and a
-`ClusterKeeper` listen to theirs.
+On the control loop. A mesh is of one of two kinds, which differ in how they know whom to link with: a `ClusterMesh`
+finds nodes and links with every holder of the cluster's secret; a `LauncherMesh` is given the members of its run. What
+a process becomes in a run, a mesh does not know: it reports to a `MeshListener` and a `LinkListener`.
 """
 
 from __future__ import annotations
@@ -13,466 +10,211 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
+import socket
 from typing import TYPE_CHECKING, Final
 
-from covey.base import pace
-from covey.base.errors import AuthError, ConfigError, CoveyError
+from covey.base.errors import CoveyError
 from covey.base.text import printable
-from covey.net.discovery.interfaces import advertised, usable_interfaces
-from covey.net.keys import clusters
 from covey.runtime.links.acceptor import remote_ip
-from covey.runtime.links.dial_limits import DialLimits
 from covey.runtime.links.handshake import Greeter, admit
-from covey.runtime.loop import aside
-from covey.runtime.metrics.inspection import PacedAnswers, answer_keeper
-from covey.runtime.peers.admission import Admission
-from covey.runtime.peers.better_ways import BetterWays
-from covey.runtime.peers.dialer import Dialer, has_loopback_ip
-from covey.runtime.peers.follower import DialOutcome, HintFollower
-from covey.runtime.peers.hints import Hint, Origin
-from covey.runtime.peers.listener import MeshListener
-from covey.runtime.peers.node_links import NodeLinks
-from covey.runtime.peers.problems import Problems
-from covey.runtime.peers.reach import ReachAnswers
-from covey.runtime.peers.relays import Relays
-from covey.runtime.peers.remote_process import RemoteProcess
-from covey.runtime.peers.resting_links import RestingLinks
-from covey.runtime.peers.rules import Rules
-from covey.runtime.peers.search import Search
-from covey.runtime.peers.secret_changes import SecretChanges, secrets_of
-from covey.runtime.peers.visitors import Visitors, is_guest
-from covey.runtime.state.checkpoints import answer_visitor
+from covey.runtime.peers.visitors import VISITORS_LIMIT, Visitors
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    import socket
+    from collections.abc import Callable
 
     from covey.base.config import GroupConfig
-    from covey.net.keys.clusters import Cluster
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
+    from covey.runtime.metrics.inspection import PacedAnswers
     from covey.runtime.peers.endpoint import Endpoint
+    from covey.runtime.peers.listener import LinkListener, MeshListener
+    from covey.runtime.peers.relays import Relays
+    from covey.runtime.peers.remote_process import RemoteProcess
 
-PING_SECONDS: Final = 2.0
-VISITOR_SECONDS: Final = 20.0
-"""A visitor that does not answer for so long has gone."""
-CARDS_AT_ONCE: Final = 100
-"""Cards in one message: with all their addresses they must fit into a frame."""
-TOLD_AGAIN_SECONDS: Final = 30.0
-"""A node that repeats the card of another node within this time causes no dial."""
-UNUSED: Final = (messages.Ping, messages.Pong, messages.Rest)
-"""Messages on a link of which there is no other use."""
 SEND_REST_SECONDS: Final = 1.0
 """How long links may take to send what they hold when the mesh closes."""
 
 
 class Mesh:
-    """This node and the nodes of the cluster that it is linked with."""
+    """Links of this process. A subclass says whom it dials, whom it accepts, and which of several links is used."""
 
     def __init__(
         self,
-        cluster: Cluster,
-        config: GroupConfig,
         endpoint: Endpoint,
-        listener: MeshListener | None = None,
+        config: GroupConfig,
+        listener: MeshListener,
+        links: LinkListener,
         *,
-        purpose: str = "visitor",
-        run: str = "",
-        announce: bool = True,
+        visitors: int = VISITORS_LIMIT,
     ) -> None:
-        """Prepare everything; `open` starts it. Without `announce`, this node finds others but is not found."""
-        self.config, self.endpoint, self.purpose, self.run = config, endpoint, purpose, run
+        """Take over what the endpoint accepts; it must not be open yet. `links` hears what becomes of links.
+
+        Up to so many `visitors` stay linked.
+        """
+        self.endpoint, self.config = endpoint, config
         self.card, self.audit = endpoint.card, endpoint.audit
-        self.listener = listener if listener is not None else MeshListener()
+        self.listener, self.link_listener = listener, links
         self._tasks = Tasks("the mesh")
         self.spawn = self._tasks.spawn
-        self.rules = Rules(cluster, endpoint.card.name, self._rules_changed, self.spawn)
-        self.met: dict[bytes, RemoteProcess] = {}
-        """By node id: the nodes that take part in something; for a visitor, every node."""
-        self.visitors = Visitors(self._is_named_keeper)
-        """Nodes that take part in nothing: visitors, and keepers."""
-        self.problems = Problems(cluster.seeds, self.card.contact.host, endpoint.audit, self.listener.refused)
-        limits = DialLimits()
-        self._admission = Admission(self, self.rules, self.problems, purpose=purpose, run=run, lanes=config.lanes)
-        self.relays = Relays(
-            cluster,
-            self.card.contact.relay,
-            endpoint.acceptor,
-            found=lambda token: self.follower.found(Hint((), relay=token), Origin.RELAY),
-            spawn=self.spawn,
-            is_listed=announce,
-        )
-        ways = self.relays.ways
-        self._dialer = Dialer(endpoint, config.interfaces, self._admission, self.problems, self._linked, ways)
-        self.dial, self.redial, self.hello = self._dialer.dial, self._dialer.redial, self._admission.hello
-        self._links = NodeLinks(
-            endpoint,
-            self.listener,
-            self._tasks,
-            limits,
-            ways=self._ways_to,
-            received=self._received,
-            ended=self._ended,
-            is_shorter=self.relays.is_shorter,
-        )
-        self._better_ways = BetterWays(
-            self.card,
-            self.relays,
-            self._dialer,
-            self.listener,
-            self._tasks,
-            tells_log=purpose == "candidate",
-        )
-        self.resting = RestingLinks(
-            self.met, self._links, self._dialer, self.listener, endpoint, self._tasks, limits, ways=self._ways_to
-        )
-        self.follower = HintFollower(self._dial_hint, self._is_linked, self.spawn)
-        assert endpoint.host_registry is not None
-        self.search = Search(
-            cluster,
-            self.card,
-            config.interfaces,
-            endpoint.host_registry,
-            found=self.follower.found,
-            try_seed=self._dial_seed,
-            needs_seeds=lambda: not self.met,
-            announce=announce,
-        )
-        self._secret_changes = SecretChanges(self.rules, endpoint, self.search, self.relays, self._tasks)
-        self._limits, self._told = limits, pace.Buckets(1 / TOLD_AGAIN_SECONDS, 1.0)
-        self._inspections = PacedAnswers()
-        self._reach_answers = ReachAnswers(endpoint, config.interfaces, limits, self.spawn)
+        self.visitors = Visitors(self.is_named_keeper, visitors)
+        """Processes that take part in nothing: commands, and keepers."""
+        self._answers: PacedAnswers | None = None
         endpoint.acceptor.give_links(self._accept)
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether this node closes its links, or has closed them."""
-        return self._tasks.is_closing
+    # What a subclass says
 
     @property
-    def cluster(self) -> Cluster:
-        """What is known of the cluster now."""
-        return self.rules.cluster
+    def relays(self) -> Relays | None:
+        """The relays through which processes are reached that cannot be dialled, if there are any."""
+        raise NotImplementedError
 
     @property
     def all_linked(self) -> tuple[RemoteProcess, ...]:
-        """Every node that this one is linked with."""
-        return (*self.met.values(), *self.visitors)
+        """Every process that this one is linked with."""
+        raise NotImplementedError
 
-    @property
-    def keepers(self) -> list[RemoteProcess]:
-        """The keepers that this node is linked with."""
-        return [remote for remote in self.visitors if remote.purpose == "keeper"]
+    def hello(self) -> messages.Hello:
+        """Return what this process says first on a link that it dials."""
+        raise NotImplementedError
 
-    async def open(self) -> None:
-        """Start to listen, to announce this node and to search for others."""
-        self.endpoint.acceptor.open()
-        self.spawn(self.search.run())
-        self.relays.open()
-        self.spawn(self._update_addresses())
-        self.spawn(self.follower.keep_following())
-        self.spawn(self._ping_all())
-        self.spawn(self.rules.watch())
-        if self.cluster.previous is not None:
-            self._secret_changes.apply()
+    def judge(
+        self, hello: messages.Hello, _id: bytes, *, source: str, is_local: bool
+    ) -> messages.Welcome | messages.Refusal:
+        """Return the answer to a process that dialled from address `source`, or by a socket of this host."""
+        raise NotImplementedError
 
-    def report_problems(self) -> dict[str, str]:
-        """Return which nodes and addresses this node knows of and is not linked with, and why."""
-        return {**self.problems.report(self.all_linked), **self.search.problems, **self.relays.problems}
+    def incompatible(self, hello: messages.Hello, reason: str, *, source: str) -> None:
+        """Note that a process was refused because it speaks no version that this one speaks."""
+        raise NotImplementedError
 
-    def identity_refused(self, error: AuthError) -> None:
-        """Note that this node cannot be in the cluster, because another process uses its identity."""
-        self.problems.refusals["this node"] = str(error)
-        self.listener.identity_refused(error)
+    def came(self, link: Link, hello: messages.Hello) -> None:
+        """Take a link that another process has dialled and `judge` has welcomed."""
+        raise NotImplementedError
 
-    # Finding nodes
+    def note_heard(self, remote: RemoteProcess, link: Link, message: messages.Control) -> None:
+        """Note that a message has arrived on a link."""
+        raise NotImplementedError
 
-    async def _update_addresses(self) -> None:
-        """Advertise the addresses that this machine has now: a laptop changes networks."""
-        while True:
-            await asyncio.sleep(PING_SECONDS)
-            with contextlib.suppress(ConfigError, OSError):  # such as no free descriptor: the next try may work
-                addresses = advertised(usable_interfaces(self.config.interfaces), self.card.contact.addresses[0].port)
-                addresses = (*addresses[: messages.ADDRESSES_LIMIT - 1], *self.endpoint.mapped())
-                if addresses and addresses != self.card.contact.addresses:
-                    self.card = messages.moved(self.card, addresses)
-                    self.follower.moved()
-                    for remote in self.all_linked:
-                        remote.send(messages.Known((self.card,)))
+    def heard(self, remote: RemoteProcess, link: Link, message: messages.Control) -> None:
+        """Take a message that is no question of a command."""
+        raise NotImplementedError
 
-    async def _dial_seed(self, seed: str, addresses: tuple[messages.Address, ...]) -> None:
-        if not self._is_linked(Hint(addresses)):  # an agent may be there, which is no node of a run
-            await self.dial(addresses, seed=seed)
+    def cut_off(self, remote: RemoteProcess, link: Link, reason: str) -> None:
+        """Note that this process has ended a link, because of what the other end sent."""
+        raise NotImplementedError
 
-    async def _dial_hint(self, hint: Hint) -> DialOutcome:
-        here, interface, relay = hint.same_host, hint.interface, hint.relay
-        return await self.dial(hint.addresses, same_host=here, interface=interface, relay=relay, limits=self._limits)
+    def ended(self, remote: RemoteProcess, link: Link) -> None:
+        """Forget a link that has ended."""
+        raise NotImplementedError
 
-    def _ways_to(self, card: messages.Card) -> list[Where]:
-        same_host = self._is_on_this_host(card)
-        relayed = [] if same_host else self.relays.ways(card.contact.relay)
-        return self._dialer.ways(card.contact.addresses, same_host) + relayed
+    def may_dial(self, peer: RemoteProcess) -> bool:
+        """Tell whether this process is to dial a member without a link."""
+        raise NotImplementedError
 
-    def _is_linked(self, hint: Hint) -> bool:
-        return any(hint.is_of(each.card.contact, self.card.contact.host) for each in self.all_linked)
+    def is_linked(self, peer: RemoteProcess) -> bool:
+        """Tell whether there is a link with the node of a member."""
+        raise NotImplementedError
 
-    def _is_on_this_host(self, card: messages.Card) -> bool:
-        return card.contact.host == self.card.contact.host
+    async def redial(self, peer: RemoteProcess, is_wanted: Callable[[], bool]) -> None:
+        """Dial a process by all its addresses, with growing pauses, while `is_wanted()`."""
+        raise NotImplementedError
 
-    def _follow(self, card: messages.Card) -> None:
-        """Dial a node, as soon as the follower has room."""
-        same_host = self._is_on_this_host(card)
-        addresses = card.contact.addresses
-        if not same_host:  # loopback addresses would be this host's
-            addresses = tuple(address for address in addresses if not has_loopback_ip(address))
-        self.follower.found(Hint(addresses, same_host, relay=card.contact.relay), Origin.MEMBER)
+    def part(self, remote: RemoteProcess) -> None:
+        """End the links with a process at once."""
+        raise NotImplementedError
+
+    def is_named_keeper(self, remote: RemoteProcess) -> bool:
+        """Tell whether a process is the keeper of this one, or of a linked one."""
+        return False
 
     # Links
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether this process closes its links, or has closed them."""
+        return self._tasks.is_closing
+
     async def _accept(self, sock: socket.socket, said: bytes) -> None:
-        ip = remote_ip(sock)
+        """Take a connection that has passed the door."""
+        source, is_local = remote_ip(sock), sock.family == socket.AF_UNIX
         greeter = Greeter(
             self.card,
-            functools.partial(self._admission.judge, source=ip),
-            functools.partial(self.audit.refused_key, ip),
-            functools.partial(self._admission.incompatible, source=ip),
+            functools.partial(self.judge, source=source, is_local=is_local),
+            functools.partial(self.audit.refused_key, source),
+            functools.partial(self.incompatible, source=source),
         )
         admitted = await admit(sock, self.endpoint.credentials, said, greeter)
         if admitted is not None:
             link, hello, _ = admitted
-            if self._admission.is_this_process(hello.card):
-                link.close()
-            else:
-                self._linked(hello.card, hello.purpose, link, None)
+            self.came(link, hello)
 
-    def _linked(self, card: messages.Card, purpose: str, link: Link, way: Where | None) -> None:
-        """Take a link whose two ends have accepted each other."""
-        if is_guest(purpose, self.purpose):
-            self._visited(RemoteProcess(card, purpose), link, way)
-            return
-        known = self.met.get(card.id)
-        if known is not None and known.card.life == card.life:
-            known.card = card  # its addresses may have changed
-            self._links.add(known, link, way)
-            self._better_ways.seek(known)
-            return
-        if known is not None:
-            self.part(known)
-        remote = self.listener.recall(card)
-        if remote is None:
-            remote = RemoteProcess(card, purpose)
-        else:
-            remote.meet_again(card)
-        self.met[card.id] = remote
-        self.problems.linked(remote)
-        self._links.use(remote, link, way)
-        self._tell_acceptor_members()
-        if self.met.get(card.id) is not remote:  # the link has ended already
-            return
-        if purpose != "visitor":
-            self.spawn(self._remember(card))
-        if self.purpose == "candidate":  # a keeper is linked with the same nodes as its processes
-            how = f"relayed by {link.relay}" if link.relay else ""
-            self.audit.note_paced("met", card.id, card, address=link.remote_ip, reason=how, once=True)
-        self._better_ways.seek(remote)
-        self._take_offer(card, link)
-        self._introduce_others_to(remote)
-        for each in self.all_linked:
-            if each is not remote:  # those whose links rest hear it from others, and the node itself dials all
-                each.send(messages.Known((card,)), wakes=False)
-        remote.ping()
-        self.listener.linked(remote)
-
-    def _visited(self, remote: RemoteProcess, link: Link, way: Where | None) -> None:
-        """Take a link with a node that takes part in nothing."""
-        for each in self.visitors.add(remote):
-            self.part(each)
-        ip = link.remote_ip
-        self.audit.note_paced("visited", ip, remote.card, address=ip, reason=remote.purpose, once=True)
-        self._links.use(remote, link, way)
-        self._introduce_others_to(remote)
-        if remote.purpose == "agent":
-            self._take_offer(remote.card, link)
-        if remote.purpose == "keeper":
-            self.listener.keeper_linked(remote)
-
-    def _take_offer(self, card: messages.Card, link: Link) -> None:
-        """Use the relay that the machine of a node offers, if it is another one and linked directly."""
-        if not link.relay and card.contact.host != self.card.contact.host:
-            self.relays.offered(card.id, link.remote_ip, card.contact.relay_port)
-
-    def _is_named_keeper(self, remote: RemoteProcess) -> bool:
-        """Tell whether a node is the keeper of this process, or of a linked one."""
-        named = (self.card.keeper, *(each.card.keeper for each in self.met.values()))
-        return remote.purpose == "keeper" and remote.card.id in named
-
-    def _introduce_others_to(self, remote: RemoteProcess) -> None:
-        cards = [each.card for each in self.met.values() if each is not remote]
-        for start in range(0, len(cards), CARDS_AT_ONCE):
-            remote.send(messages.Known(tuple(cards[start : start + CARDS_AT_ONCE])))
-
-    def _tell_acceptor_members(self) -> None:
-        links = (link for remote in self.met.values() for link in remote.links if not link.relay)
-        self.endpoint.acceptor.member_ips = {link.remote_ip for link in links}
-
-    async def _remember(self, card: messages.Card) -> None:
-        """Write the node's name to disk, so that `covey deny` accepts it."""
-        with contextlib.suppress(CoveyError, OSError):  # a secret from the environment has no file
-            await aside(clusters.remember, self.cluster.name, card.id, card.name, card.machine)
-
-    def part(self, remote: RemoteProcess, *, at_once: bool = True) -> None:
-        """Close the links with a node; unless `at_once`, messages that wait to be sent are sent first."""
-        self._links.close(remote, at_once=at_once)
-        self.visitors.discard(remote)
-        if remote.purpose == "agent" and not any(each.card.id == remote.card.id for each in self.visitors):
-            self.relays.withdrawn(remote.card.id)
-        if remote.purpose == "visitor":
-            self.problems.depart(remote)
-            self.follower.forget(lambda hint: self.problems.has_departed(hint.addresses))
-        self._tell_acceptor_members()
-        if self.met.get(remote.card.id) is remote:
-            del self.met[remote.card.id]
-            self.relays.withdrawn(remote.card.id)
-            self.relays.forget(remote.card.contact.relay)
-            if not self.is_closing:
-                self.listener.lost(remote)
-
-    def begin_anew(self, excluded: RemoteProcess) -> RemoteProcess:
-        """Return the process of a member that was excluded, as one that was never in the run, with the same links."""
-        remote = self.met[excluded.id] = RemoteProcess(excluded.card, excluded.purpose)
-        self._links.hand_over(excluded, remote)
-        return remote
-
-    def _ended(self, remote: RemoteProcess, link: Link) -> None:
-        if link not in remote.links:
-            return
-        if isinstance(link.error, CoveyError):
-            reason = f"the link was ended: {printable(str(link.error))}"
-            self.problems.refuse(remote.card, reason, link.remote_ip)
-        if not self._links.remove(remote, link):
-            self.part(remote)
-
-    async def _ping_all(self) -> None:
-        while True:
-            await asyncio.sleep(PING_SECONDS)
-            self._better_ways.tell_trips(self.all_linked)
-            for remote in self.all_linked:
-                remote.ping()
-            for remote in self.visitors:  # a visitor may vanish without closing its link
-                if remote.unanswered_seconds() > VISITOR_SECONDS:
-                    self.part(remote)
-
-    # Messages
+    def attach(self, remote: RemoteProcess, link: Link) -> None:
+        """Take from now on what comes over a link with a process."""
+        link.attach(
+            functools.partial(self._received, remote, link),
+            functools.partial(self._ended, remote, link),
+            functools.partial(self._has_room, remote, link),
+        )
 
     def _received(self, remote: RemoteProcess, link: Link, body: bytes) -> None:
         message = messages.decode_control(body)
-        self.listener.arrived(remote)
-        self._links.heard(remote, link)
-        if not isinstance(message, UNUSED):
-            remote.used_at = time.monotonic()
+        self.link_listener.arrived(remote)
+        self.note_heard(remote, link, message)
         match message:
-            case messages.Rest(is_agreed):
-                self.resting.heard(remote, link, is_agreed=is_agreed)
-            case messages.Known(cards):
-                for card in cards:
-                    if remote.take_addresses(card):
-                        self.listener.link_changed(remote)
-                    is_new = card.id not in self.met and card.id != self.card.id
-                    if is_new and self._told.take((remote.card.id, card.life), time.monotonic()):
-                        self._follow(card)
-            case messages.Ping(number):
-                remote.send(messages.Pong(number, time.time()))
-            case messages.Pong(number, clock) if number in remote.pings:
-                remote.pong(number, clock)
-            case messages.Ask():
-                self.visitors.asked(remote)
-                remote.send(self.describe())
-            case messages.Reach():
-                self.visitors.asked(remote)
-                self._reach_answers.asked(remote, message, self._linked_from(remote.card.id))
             case messages.Inspect():
                 self.visitors.asked(remote)
-                if self._is_named_keeper(remote):
-                    answer_keeper(message, remote.send)
-                else:
-                    self._inspections.answer(message, remote.card.id, remote.send)
+                self._inspected(remote, message)
             case messages.RequestCheckpoint():
                 self.visitors.asked(remote)
-                answer_visitor(message, remote.send)
-            case messages.NewSecret():
-                self._secret_changes.receive(remote, message)
-            case (
-                messages.Tell()
-                | messages.Reached()
-                | messages.SecretKept()
-                | messages.Inspected()
-                | messages.CheckpointProgress()
-            ):
-                remote.answered(message)
-            case messages.RelayTrips(trips):
-                self.relays.told(remote.card.contact.relay, trips)
-            case messages.Charter():
-                self.rules.heard(message, remote.card.name)
+                self.listener.asked_for_checkpoint(message, remote.send)
             case _:
-                self.listener.heard(remote, message)
+                self.heard(remote, link, message)
 
-    def describe(self) -> messages.Tell:
-        """Return how this node sees its run, what its acceptor has counted, and which charter it follows."""
-        tell = self.listener.describe()
-        if tell is None:
-            peers = tuple(remote.report() for remote in self.met.values())
-            tell = messages.Tell(self.run, self.purpose, b"", b"", 0.0, peers)
-        acceptor = self.endpoint.acceptor
-        serial = self.rules.charter.serial if self.rules.charter is not None else 0
-        return messages.counted(tell, acceptor.turned_away, acceptor.arrivals.refused, serial, self.rules.waiting())
+    def _inspected(self, remote: RemoteProcess, question: messages.Inspect) -> None:
+        from covey.runtime.metrics.inspection import PacedAnswers, answer_keeper  # most processes are not asked
 
-    def _linked_from(self, id: bytes) -> set[str]:
-        """Return the addresses from which a node's links come."""
-        return {
-            link.remote_ip for each in self.all_linked if each.card.id == id for link in each.links if not link.relay
-        }
+        if self.is_named_keeper(remote):
+            answer_keeper(question, remote.send)
+        else:
+            self._answers = self._answers or PacedAnswers()
+            self._answers.answer(question, remote.card.id, remote.send)
 
-    # Which nodes may be in the cluster
+    def _has_room(self, remote: RemoteProcess, link: Link) -> None:
+        if link is remote.link:
+            self.link_listener.link_has_room(remote)
 
-    def _rules_changed(self, before: Cluster) -> None:
-        """Apply a new secret; pass a new charter on; close links with nodes that may no longer be in the cluster."""
-        if secrets_of(self.cluster) != secrets_of(before):
-            self._secret_changes.apply()
-        linked = self.all_linked
-        if (charter := self.rules.charter) is not None and charter != before.charter:
-            self.audit.note("charter", reason=f"number {charter.serial}")
-            for remote in linked:  # also to a node that the charter denies, so that it learns the reason
-                remote.send(charter)
-        for remote in linked:
-            if reason := self.rules.objection(remote.card):
-                self.problems.refuse(remote.card, reason, remote.link.remote_ip if remote.link is not None else "")
-                self.part(remote, at_once=False)
-                self.listener.expelled(remote, reason)
-        for card in self.rules.take_approved():
-            if not self.rules.objection(card):
-                self._follow(card)
-        self.problems.refusals.pop("this node", None)
-        if reason := self.rules.objection(self.card):
-            self.problems.refusals["this node"] = reason
-            name = self.cluster.name
-            self.listener.access_lost(AuthError(f"this node may not be in cluster {name!r}: {reason}"))
+    def _ended(self, remote: RemoteProcess, link: Link) -> None:
+        if link in remote.links:
+            if isinstance(link.error, CoveyError):
+                self.cut_off(remote, link, printable(str(link.error)))
+            self.ended(remote, link)
 
     async def close(self) -> None:
-        """Stop listening and announcing, and close every link. Closing twice is fine."""
+        """Stop listening, and close every link. Closing twice is fine."""
         if self.is_closing:
             return
         self._tasks.is_closing = True
-        self.follower.close()
-        self.audit.close()
         await self._tasks.close()
         await self.endpoint.acceptor.close()
-        links = [link for remote in self.all_linked for link in remote.links]
+        linked = [link for remote in self.all_linked for link in remote.links]
+        links = [link for link in linked if link.is_open or link.is_resting]  # the others, the run has closed
         for link in links:
             link.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SEND_REST_SECONDS):
-                await asyncio.gather(*(link.ended.wait() for link in links))
+        if links:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SEND_REST_SECONDS):
+                    await asyncio.gather(*(link.ended.wait() for link in links))
         for link in links:
             link.abort()
+
+    # Relays
+
+    def ways(self, token: bytes) -> list[Where]:
+        """Return the ways through relays to the process that has a token."""
+        return [] if self.relays is None else self.relays.ways(token)
+
+    def round_trip(self, way: Where) -> float | None:
+        """Return the round trip of a way through a relay, if it is known."""
+        return None if self.relays is None else self.relays.round_trip(way)

@@ -7,7 +7,6 @@ exception is a silent link: it is replaced at once, since its path may be dead.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Final
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
     from covey.runtime.peers.endpoint import Endpoint
-    from covey.runtime.peers.listener import MeshListener
+    from covey.runtime.peers.listener import LinkListener
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.tasks import Tasks
     from covey.wire import messages
@@ -41,21 +40,20 @@ class NodeLinks:
     def __init__(
         self,
         endpoint: Endpoint,
-        listener: MeshListener,
+        listener: LinkListener,
         tasks: Tasks,
         limits: DialLimits,
         *,
         ways: Callable[[messages.Card], list[Where]],
-        received: Callable[[RemoteProcess, Link, bytes], None],
-        ended: Callable[[RemoteProcess, Link], None],
+        attach: Callable[[RemoteProcess, Link], None],
         is_shorter: Callable[[bytes, str, str], bool | None],
     ) -> None:
-        """`ways` returns the addresses of a node to dial; `received` gets frames; `ended` hears that a link ended.
+        """`ways` returns the addresses of a node to dial; `attach` has taken what comes over a link.
 
         `is_shorter` tells whether one relay leads to the node of a token clearly sooner than another, if it is known.
         """
         self._endpoint, self._listener, self._tasks, self._limits = endpoint, listener, tasks, limits
-        self._ways, self._received, self._ended, self._is_shorter = ways, received, ended, is_shorter
+        self._ways, self._attach, self._is_shorter = ways, attach, is_shorter
 
     def use(self, remote: RemoteProcess, link: Link, way: Where | None) -> None:
         """Use a link from now on; `way` is the address that this node dialled, if it did."""
@@ -182,17 +180,6 @@ class NodeLinks:
         self._attach(remote, link)
         if way is not None:
             self._tasks.spawn(self._find_best_way(remote, way))
-
-    def _attach(self, remote: RemoteProcess, link: Link) -> None:
-        link.attach(
-            functools.partial(self._received, remote, link),
-            functools.partial(self._ended, remote, link),
-            functools.partial(self._has_room, remote, link),
-        )
-
-    def _has_room(self, remote: RemoteProcess, link: Link) -> None:
-        if link is remote.link:
-            self._listener.link_has_room(remote)
 
     async def _find_best_way(self, remote: RemoteProcess, known: Where) -> None:
         """Measure every address of a node that this one dials, and take the fastest for lanes."""

@@ -140,14 +140,24 @@ class Inbox:
             self.heard(seat, message)
 
 
-class MemberLinks(Protocol):
+class RelayWays(Protocol):
+    """What is known of relays. On any thread."""
+
+    def ways(self, token: bytes) -> list[Where]:
+        """Return the ways through relays to the process that has a token."""
+
+    def round_trip(self, way: Where) -> float | None:
+        """Return the round trip of a way through a relay, if it is known without a probe."""
+
+
+class MemberLinks(RelayWays, Protocol):
     """How the links with the members of a run come about, and come back: a mesh, as the run sees it.
 
     On the control loop.
     """
 
     @property
-    def may_rest(self) -> bool:
+    def can_rest(self) -> bool:
         """Whether members may agree that the link between two of them rests."""
 
     def link_ended(self, peer: RemoteProcess) -> None:
@@ -168,17 +178,11 @@ class MemberLinks(Protocol):
     def run_ended(self, lineage: bytes, *, is_finished: bool) -> None:
         """Take that the members have decided that the run is over, and whether its work is done."""
 
-    def ways(self, token: bytes) -> list[Where]:
-        """Return the ways through relays to the node that has a token."""
-
-    def round_trip(self, way: Where) -> float | None:
-        """Return the round trip of a way through a relay, if it is known without a probe."""
-
 
 class Routes:
     """Where this process can dial others of its run, for links and lanes, and with which credentials. On any thread."""
 
-    def __init__(self, card: messages.Card, interfaces: str, credentials: LinkCredentials, links: MemberLinks) -> None:
+    def __init__(self, card: messages.Card, interfaces: str, credentials: LinkCredentials, links: RelayWays) -> None:
         """`card` is that of this process, `interfaces` the setting, and `links` knows the relays."""
         self._contact, self.interfaces, self.credentials = card.contact, interfaces, credentials
         self._is_clear, self._links = credentials.tls is None, links

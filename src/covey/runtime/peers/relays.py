@@ -10,21 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import CoveyError
-from covey.proto.relay_trips import ToldTrips, is_clearly_shorter, to_tell
-from covey.runtime.links.link import HANDSHAKE_SECONDS, plain_ip
+from covey.proto.relay_trips import ToldTrips, is_clearly_shorter, is_news, to_tell
+from covey.runtime.links.link import HANDSHAKE_SECONDS, Link, plain_ip
 from covey.runtime.links.sockets import RelayedWay
 from covey.runtime.peers.relay_registration import RelayRegistration
+from covey.wire.messages import RelayTrip, RelayTrips
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
 
     from covey.net.keys.clusters import Cluster
     from covey.runtime.links.acceptor import Acceptor
     from covey.runtime.links.handshake import Where
-    from covey.wire.messages import RelayTrip
+    from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire.relay import RelayKey
     from covey.wire.secret import ClusterSecret
 
@@ -65,6 +67,8 @@ class Relays:
         self._keys: dict[bytes, RelayKey] = {}
         """By their public half, those that are good now, the preferred first."""
         self._told = ToldTrips()
+        self._told_on = weakref.WeakKeyDictionary[Link, tuple[RelayTrip, ...]]()
+        """By link through a relay: what was told on it."""
         self._is_open = False
         self.follow(cluster)
 
@@ -167,6 +171,16 @@ class Relays:
     def trips(self) -> tuple[RelayTrip, ...]:
         """Return the relays with which this node is registered, and how far they are, to tell other nodes."""
         return to_tell(self._own_trips())
+
+    def tell(self, linked: Iterable[RemoteProcess]) -> None:
+        """Tell processes whose links go through relays how far the relays are, if that is news on the link."""
+        trips = self.trips()
+        for each in linked:
+            if (link := each.link) is not None and link.relay:
+                before = self._told_on.get(link)
+                if before is None or is_news(before, trips):
+                    self._told_on[link] = trips
+                    each.send(RelayTrips(trips))
 
     def told(self, token: bytes, trips: tuple[RelayTrip, ...]) -> None:
         """Note how far the relays of another node are from there."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from covey.runtime.links.link import Link
     from covey.runtime.peers.dialer import Dialer
     from covey.runtime.peers.endpoint import Endpoint
-    from covey.runtime.peers.listener import MeshListener
+    from covey.runtime.peers.listener import LinkListener
     from covey.runtime.peers.node_links import NodeLinks
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.tasks import Tasks
@@ -50,7 +50,7 @@ class RestingLinks:
         met: Mapping[bytes, RemoteProcess],
         links: NodeLinks,
         dialer: Dialer,
-        listener: MeshListener,
+        listener: LinkListener,
         endpoint: Endpoint,
         tasks: Tasks,
         limits: DialLimits,

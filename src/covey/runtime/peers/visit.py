@@ -14,8 +14,8 @@ from covey.base.config import PORTS
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
 from covey.net.keys.identity import NodeIdentity, short_id
 from covey.runtime import loop as control
+from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.endpoint import cluster_endpoint
-from covey.runtime.peers.mesh import Mesh
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def visiting(
 class Visit:
     """The nodes of a cluster, as a visitor sees them."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: ClusterMesh) -> None:
         self.mesh = mesh
         """Lives on the control loop."""
 
@@ -197,7 +197,7 @@ async def _answer(remote: RemoteProcess, question: messages.Question, within: fl
 
 async def _open(
     cluster: Cluster, config: GroupConfig, endpoint: Endpoint, listener: MeshListener | None, *, announce: bool
-) -> Mesh:
-    mesh = Mesh(cluster, config, endpoint, listener, announce=announce)
+) -> ClusterMesh:
+    mesh = ClusterMesh(cluster, config, endpoint, listener, announce=announce)
     await mesh.open()
     return mesh

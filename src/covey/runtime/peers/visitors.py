@@ -1,8 +1,8 @@
-"""Linked nodes that take part in no run: visitors, keepers, and agents. On the control loop.
+"""Linked processes that take part in no run: visitors, keepers, and agents. On the control loop.
 
-Every holder of the secret may link, with any number of keys. So the links of each key are limited, and those of all
-together. When there are too many, the node that has not asked anything for longest is dropped. Keepers that a linked
-node names on its card do not count and are not dropped.
+Every holder of the secret, or of a run's token, may link, with any number of keys. So the links of each key are
+limited, and those of all together. When there are too many, the process that has not asked anything for longest is
+dropped. Keepers that a linked node names on its card do not count and are not dropped.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 LINKS_PER_KEY: Final = 4
 VISITORS_LIMIT: Final = 64
+COMMANDS_LIMIT: Final = 8
+"""Commands of the same user that may ask a rank of a launcher at a time."""
 
 
 def is_guest(purpose: str, own: str) -> bool:
@@ -31,9 +33,9 @@ def is_guest(purpose: str, own: str) -> bool:
 class Visitors:
     """The visitors of one node, ordered by their last question."""
 
-    def __init__(self, is_needed: Callable[[RemoteProcess], bool]) -> None:
-        """`is_needed` tells whether a node is a keeper that a linked node names."""
-        self._is_needed = is_needed
+    def __init__(self, is_needed: Callable[[RemoteProcess], bool], limit: int) -> None:
+        """`is_needed` tells whether a node is a keeper that a linked node names; up to `limit` others may stay."""
+        self._is_needed, self._limit = is_needed, limit
         self._nodes: dict[RemoteProcess, None] = {}
 
     def __len__(self) -> int:
@@ -45,10 +47,10 @@ class Visitors:
     def add(self, remote: RemoteProcess) -> list[RemoteProcess]:
         """Add a node; return the nodes that have to be dropped for it."""
         self._nodes[remote] = None
-        of_key = [each for each in self._nodes if each.card.id == remote.card.id]
+        of_key = [each for each in self._nodes if _key(each) == _key(remote)]
         leaving = of_key[: max(0, len(of_key) - LINKS_PER_KEY)]
         counted = [each for each in self._nodes if each not in leaving and not self._is_needed(each)]
-        return leaving + counted[: max(0, len(counted) - VISITORS_LIMIT)]
+        return leaving + counted[: max(0, len(counted) - self._limit)]
 
     def asked(self, remote: RemoteProcess) -> None:
         """Note that a node asked something just now."""
@@ -58,3 +60,8 @@ class Visitors:
 
     def discard(self, remote: RemoteProcess) -> None:
         self._nodes.pop(remote, None)
+
+
+def _key(remote: RemoteProcess) -> bytes:
+    """Return the key of a node; commands that hold a token have none, and each counts by itself."""
+    return remote.card.id or remote.card.life

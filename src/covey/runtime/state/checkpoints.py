@@ -348,15 +348,6 @@ def _new_id() -> str:
     return secrets.token_hex(8)
 
 
-def answer_visitor(message: messages.RequestCheckpoint, send: Callable[[messages.CheckpointProgress], None]) -> None:
-    """Answer a node that asks this process for a checkpoint of its run. On the control loop."""
-    checkpoints = next((each for each in list(_all) if each.is_of_run), None)
-    if checkpoints is None:
-        send(messages.CheckpointProgress(message.id, "refused", "this process is in no run"))
-    else:
-        checkpoints.asked(message, send)
-
-
 def request_all() -> None:
     """Request a checkpoint of each run that this process is in, and do not wait. On any thread."""
     for checkpoints in list(_all):

@@ -157,7 +157,7 @@ class Generation:
         config = parts.config
         self.patience = config.patience
         # Where a loss ends the group, every rank has to notice.
-        may_be_sparse = parts.links.may_rest and founded.on_loss == "continue"
+        may_be_sparse = parts.links.can_rest and founded.on_loss == "continue"
         self.topology = topology_of(config.topology, len(self.seats)) if may_be_sparse else "full"
         """Which links stay awake."""
         self.rank = Rank(self.seats.index(parts.peers.seat))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from covey.base.pace import Growing
+from covey.runtime.links import address_race
 from covey.runtime.peers import dialer as redial_module
 from covey.runtime.peers.dialer import ATTEMPTS_AT_ONCE, Dialer
 from covey.runtime.peers.follower import DialOutcome
@@ -41,9 +42,9 @@ class _Dialer(Dialer):
 
 
 def test_the_next_attempt_does_not_wait_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redial_module, "NEXT_SECONDS", 0.001)
+    monkeypatch.setattr(address_race, "NEXT_SECONDS", 0.001)
     monkeypatch.setattr(redial_module, "PAUSES", Growing(0.001, 0.001))
-    monkeypatch.setattr(redial_module, "ATTEMPT_SECONDS", 60.0)
+    monkeypatch.setattr(address_race, "ATTEMPT_SECONDS", 60.0)
     node = _Dialer(hanging=ATTEMPTS_AT_ONCE - 1)
 
     async def work() -> None:
@@ -55,9 +56,9 @@ def test_the_next_attempt_does_not_wait_for_one_that_hangs(monkeypatch: pytest.M
 
 
 def test_attempts_that_hang_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redial_module, "NEXT_SECONDS", 0.001)
+    monkeypatch.setattr(address_race, "NEXT_SECONDS", 0.001)
     monkeypatch.setattr(redial_module, "PAUSES", Growing(0.001, 0.001))
-    monkeypatch.setattr(redial_module, "ATTEMPT_SECONDS", 0.02)
+    monkeypatch.setattr(address_race, "ATTEMPT_SECONDS", 0.02)
     node = _Dialer(hanging=3 * ATTEMPTS_AT_ONCE)
     asyncio.run(asyncio.wait_for(node.redial(CONTACT, lambda: not node.is_linked), 30))
     assert node.most <= ATTEMPTS_AT_ONCE

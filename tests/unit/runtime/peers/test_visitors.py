@@ -14,7 +14,7 @@ def remote(id: bytes, purpose: str = "visitor") -> RemoteProcess:
 
 
 def visitors() -> Visitors:
-    return Visitors(lambda each: each.purpose == "keeper" and each.card.id == NAMED)
+    return Visitors(lambda each: each.purpose == "keeper" and each.card.id == NAMED, VISITORS_LIMIT)
 
 
 def take(room: Visitors, each: RemoteProcess) -> list[RemoteProcess]:

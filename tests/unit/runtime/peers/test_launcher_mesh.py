@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from covey.net.keys.clusters import Cluster
-from covey.runtime.peers.launched_relays import first_token
+from covey.runtime.peers.launcher_mesh import first_token
 from covey.wire.secret import ClusterSecret
 
 
