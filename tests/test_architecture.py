@@ -124,7 +124,7 @@ THIRD_PARTY = {
     "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry", "qh3", "h11", "cloudpickle", "IPython"},
     "metrics": {"prometheus_client"},
     "coordinator": {"msgspec", "cryptography", "grpc", "grpc_health", "grpc_reflection", "google"},
-    "agent": {"msgspec"},
+    "agent": {"numpy", "msgspec"},
     "watch": {"msgspec"},
     "ui": {"h11", "msgspec"},
     "cli": {"numpy", "msgspec", "rich", "typer", "cryptography"},

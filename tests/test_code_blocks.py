@@ -33,6 +33,7 @@ NOT_RUN = {
     "docs/guides/engines.md": "tests/e2e/engines makes the same calls, with real engines",
     "docs/concepts/lanes-and-plans.md": "a session; test_the_session_shows_what_python_prints compares it",
     "init_device_mesh": "needs GPUs and NCCL",
+    "covey.data(": "tests/e2e/test_several_machines.py and tests/e2e/test_data.py run the same calls on two machines",
     "covey.run_on(": "tests/e2e/test_several_machines.py runs it on two machines",
 }
 """Pages, or blocks by a word in them, that this file does not run."""

@@ -31,7 +31,7 @@ PUBLIC = {
     *("Election", "Mesh", "Member", "MemberHealth", "PeerLink", "LanePath", "Checkpoint"),
     *("PlanAlternative", "PlanReport", "Topology", "TopologyHost", "TopologyLink", "TopologyNode"),
     *("WorkerNode", "WorkerNodeConfig"),
-    *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm"),
+    *("Strategy", "GroupStrategy", "HierarchicalStrategy", "accumulate", "clip_norm", "data"),
     *("serve_http", "HttpServer", "on_shutdown", "shutdown"),
     *("OnLoss", "Op"),
     *("Node", "Handle", "CallWork", "CallStream", "CallCancelledError", "CallRefusedError", "RemoteCallError"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from covey.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from covey.agent.data_store import data
     from covey.agent.run_on import run_on
     from covey.base.arithmetic import Op, accumulate, clip_norm
     from covey.base.errors import (
@@ -134,6 +135,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "WorkerNodeConfig",
     "accumulate",
     "clip_norm",
+    "data",
     "generations",
     "join",
     "join_async",
@@ -193,6 +195,7 @@ _HOMES = {
     "WorkerNodeConfig": "covey.coordinator.worker",
     "accumulate": "covey.base.arithmetic",
     "clip_norm": "covey.base.arithmetic",
+    "data": "covey.agent.data_store",
     "generations": "covey.runtime.joining.generations",
     "join": "covey.runtime.joining.bootstrap",
     "join_async": "covey.runtime.joining.bootstrap",

@@ -199,7 +199,7 @@ def test_only_an_allowed_machine_may_start_programs_and_every_start_is_in_the_au
     unknown = town.desk.covey("run", "--on", name, "train.py")
     assert unknown.returncode == 2, unknown.stderr
     assert f"this machine has never sent files to {name} (" in unknown.stderr
-    assert "there is no terminal to ask on; add --yes" in unknown.stderr
+    assert "there is no terminal to ask on; add --yes" in " ".join(unknown.stderr.split())
     refused = town.desk.covey("run", "--on", name, "--yes", "train.py")
     assert refused.returncode == 1, refused.stderr
     asked = re.search(rf"may not use {name}: there, add --allow (\w{{52}}) to `covey up`", refused.stderr)
@@ -240,6 +240,43 @@ def test_a_home_folder_is_refused_and_files_that_may_hold_secrets_are_named_and_
     assert sent.returncode == 0, sent.stderr
     assert "files ['.env', 'show.py']" in sent.stdout
     assert "covey: left out: .ssh/ may hold secrets and is not sent; --include sends it" in sent.stderr
+
+
+def test_a_data_set_goes_to_machines_once_the_person_has_agreed_and_is_listed_and_removed(town: Town) -> None:
+    guest = town.lab.machine("guest-with-data", "home", KEY)
+    guest.folder = town.lab.folder / "for-data"
+    (guest.folder / "numbers").mkdir(parents=True)
+    (guest.folder / "numbers" / "a").write_text("1 2 3")
+    (guest.folder / "numbers" / ".env").write_text("TOKEN=1")
+    (guest.folder / "show.py").write_text("import covey; print((covey.data('numbers') / 'a').read_text())\n")
+    name = town.names["north"]
+    refused = guest.covey("push", "numbers", "--to", name)
+    assert refused.returncode == 2
+    assert f"this machine has never sent files to {name} (" in refused.stderr
+    assert "covey: left out: .env may hold secrets and is not sent" in refused.stderr
+    assert not (town.north.home / "data").exists()
+    sent = guest.covey("push", "numbers", "--to", name, "--yes", "--json")
+    assert sent.returncode == 0, sent.stderr
+    answer = json.loads(sent.stdout)
+    assert (answer["name"], answer["bytes"]) == ("numbers", 5)
+    (row,) = answer["machines"]
+    assert (row["machine"], row["bytes_from_here"], row["problem"]) == (name, 5, None)
+    assert "1 2 3" in guest.covey("run", "--on", name, "show.py").stdout
+    assert "1 2 3" in guest.covey("run", "show.py").stdout
+    listed = json.loads(guest.covey("data", "--json").stdout)
+    assert [(row["machine"], row["state"]) for row in listed] == [("here", "pushed from here"), (name, "complete")]
+    asked = guest.covey("data", "--remove", "numbers")
+    assert asked.returncode == 2
+    assert "there is no terminal to ask on; add --yes" in asked.stderr
+    removed = guest.covey("data", "--remove", "numbers", "--yes")
+    assert removed.returncode == 0, removed.stderr
+    assert "here: numbers is forgotten; the files that were pushed stay" in removed.stdout
+    assert (guest.folder / "numbers" / "a").exists()
+    assert "There is no data set" in guest.covey("data", "--on", "here").stdout
+    noted = [json.loads(line) for line in town.north.covey("audit", "--json").stdout.splitlines()]
+    events = [each["event"] for each in noted if each["event"].startswith("data-")]
+    assert events == ["data-began", "data-received", "data-removed"]
+    assert all(each["reason"].startswith("numbers: ") for each in noted if each["event"].startswith("data-"))
 
 
 def test_trust_is_listed_withdrawn_and_given_by_a_whole_id(town: Town) -> None:

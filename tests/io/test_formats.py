@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from tests.support.in_turn import in_turn
 
+from covey.agent import data_store
+from covey.agent.data_sets import DataFile, DataManifest
 from covey.base.errors import ConfigError
 from covey.coordinator.state_file import StateFile
 from covey.net.audit import audit_log
@@ -25,7 +28,6 @@ from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 CLUSTER = Cluster(ClusterSecret("lab", b"k" * 32))
 LINEAGE = b"l" * 16
@@ -74,6 +76,17 @@ def keep_wait() -> None:
     last_wait.keep_wait(
         last_wait.FailedWait(run="train", cluster="lab", at=time.time(), seconds=60.0, node="n", wait=wait)
     )
+
+
+MANIFEST = DataManifest([DataFile("empty", 0, b"")])
+
+
+def publish() -> None:
+    store = data_store.DataStore()
+    partial, _ = store.begin("set", MANIFEST, 1 << 30)
+    partial.check(lambda: False, [])
+    store.publish("set", partial, "north")
+    partial.close()
 
 
 FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callable[[], Any]]] = {
@@ -127,6 +140,13 @@ FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callabl
         lambda: last_wait._read(folders.existing() / last_wait.LAST_WAIT_FILE),
     ),
     "run": (save_run, "history/*/about", as_json(format=2), saved_runs.past_runs),
+    "pushed data": (
+        lambda: data_store.remember_pushed("set", Path("/data"), MANIFEST),
+        "pushed/*/pushed.json",
+        as_json(format=2),
+        lambda: data_store.data("set"),
+    ),
+    "data set": (publish, "data/*/current.json", as_json(format=2), lambda: data_store.data("set")),
     "audit": (write_log, "audit/head", as_json(format=2), write_log),
 }
 """By name: what writes the file, where it is, what a later release makes of it, and what would change it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Final
 
+from covey.agent.data_line import DataLine, Grants
+from covey.agent.data_service import DataService
 from covey.agent.link_transport import LinkTransport
 from covey.agent.requests import AGENT_CALL_BYTES
 from covey.agent.service import AgentService
@@ -51,6 +53,10 @@ class ResidentAgent(MeshListener):
         self.calls = CallService(self._connect, call_config(config.interfaces), "agent")
         self.service = AgentService(cluster.name, self._transport.card_of, self._note)
         self.service.register(self.calls.functions)
+        grants = Grants()
+        self.data = DataService(grants, self._transport.remote_of, self._peer, self._note)
+        self.data.register(self.calls.functions)
+        self.data.line = DataLine(self.data.find, grants.allow, call_config(config.interfaces))
 
     async def open(self) -> None:
         """Start to listen, to announce this machine and to search for other nodes."""
@@ -65,6 +71,7 @@ class ResidentAgent(MeshListener):
         if isinstance(message, messages.AgentCall | messages.AgentRefusal):
             self.mesh.visitors.asked(remote)
             self._transport.heard(remote, message)
+            self.data.line.heard(remote, message)
 
     def identity_refused(self, error: AuthError) -> None:
         self.stop(error)
@@ -78,6 +85,12 @@ class ResidentAgent(MeshListener):
 
     def _lost(self, seat: Seat) -> None:
         self.service.lost(seat)
+        self.data.lost(seat)
+
+    def _peer(self, node: bytes) -> RemoteProcess | None:
+        """Return another agent that is linked now; on the control loop."""
+        found = self.mesh.met.get(node)
+        return found if found is not None and found.purpose == "agent" and found.link is not None else None
 
     def _objection(self, card: messages.Card) -> str:
         reason = self.permission.objection(card)
@@ -122,6 +135,7 @@ def serving(
         try:
             yield agent
         finally:
+            agent.data.close()
             agent.service.close()
             agent.calls.close()
             with contextlib.suppress(TimeoutError):

@@ -9,10 +9,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.agent.agent import AGENT_CALL_SECONDS, call_config
+from covey.agent.data_line import DataLine
+from covey.agent.data_service import DataService
 from covey.agent.link_transport import LinkTransport
 from covey.agent.selection import is_complete, select
 from covey.agent.service import AgentService
 from covey.base.errors import AuthError, CallRefusedError, ConfigError, ConnectError, RemoteCallError
+from covey.base.text import CUT
 from covey.net.keys.identity import ensure_identity, id_text, machine_name
 from covey.runtime import loop as control
 from covey.runtime.calls.service import CallService
@@ -23,8 +26,9 @@ from covey.wire.call_values import Signature
 from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
+    from covey.agent.data_line import Holding
     from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
     from covey.net.keys.clusters import Cluster
@@ -56,10 +60,30 @@ class Terminal(MeshListener):
         self.visit: Visit
         self.transport: LinkTransport
         self.calls = CallService(self._connect, call_config(config.interfaces), "terminal")
+        self._data: DataLine | None = None
+        self._config = config
+
+    @contextlib.contextmanager
+    def giving(self, held: Holding, machines: Container[bytes]) -> Iterator[None]:
+        """Let agents of these machines read a data set of this machine, during the `with` block."""
+        digest = held.manifest.digest
+
+        def may_read(machine: bytes, asked: bytes | None) -> bool:
+            return machine in machines and asked in (None, digest)
+
+        line = DataLine(lambda asked: held if asked == digest else None, may_read, call_config(self._config.interfaces))
+        self._data = line
+        try:
+            yield
+        finally:
+            self._data = None
+            line.close()
 
     def heard(self, remote: RemoteProcess, message: messages.Control) -> None:
         if isinstance(message, messages.AgentCall | messages.AgentRefusal):
             self.transport.heard(remote, message)
+            if (data := self._data) is not None:
+                data.heard(remote, message)
 
     def _connect(self, listener: CallListener) -> LinkTransport:
         self.transport = LinkTransport(listener, lambda _card: "a terminal takes no calls")
@@ -208,7 +232,9 @@ def _in_lines(error: RemoteCallError) -> str:
     """Return the text of an exception with its line breaks, which only the lines of the traceback have."""
     lines, start = error.traceback.splitlines(), f"{error.type}: "
     at = next((at for at in reversed(range(len(lines))) if lines[at].startswith(start)), None)
-    return error.text if at is None else "\n".join([lines[at].removeprefix(start), *lines[at + 1 :]])
+    if at is None or any(line.endswith(CUT) for line in lines[at:]):  # the traceback cuts long lines off
+        return error.text
+    return "\n".join([lines[at].removeprefix(start), *lines[at + 1 :]])
 
 
 def _name(machine: bytes, card: messages.Card, book: Mapping[bytes, TrustedMachine]) -> str:
@@ -244,7 +270,8 @@ def _all_trusted(found: list[AgentCaller], book: Mapping[bytes, TrustedMachine])
 def _result(function: str) -> Any:
     """Return what decodes the result of a function of agents."""
     if function not in _decoders:
-        _decoders[function] = Signature(getattr(AgentService, function), function).result
+        described = getattr(AgentService, function, None) or getattr(DataService, function)
+        _decoders[function] = Signature(described, function).result
     return _decoders[function]
 
 

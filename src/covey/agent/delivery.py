@@ -157,7 +157,7 @@ class Delivery:
             digest = hashlib.file_digest(file, "sha256").digest()
         self._require(digest == entry.digest, f"{entry.path} has changed while it was sent")
         os.chmod(part, 0o700 if entry.is_executable else 0o600)
-        with self._root() as root, folder_below(root, parts[:-1], _make_folder) as folder:
+        with self._root() as root, folder_below(root, parts[:-1], make_folder) as folder:
             os.rename(part, parts[-1], dst_dir_fd=folder)
 
     def finish(self) -> None:
@@ -185,7 +185,7 @@ class Delivery:
             raise ConfigError(f"{problem}; start again")
 
 
-def _make_folder(descriptor: int, name: str) -> None:
+def make_folder(descriptor: int, name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISDIR(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=descriptor)

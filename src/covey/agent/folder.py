@@ -68,9 +68,12 @@ class ReadFile(NamedTuple):
     """How it begins: whether it is a private key."""
 
 
-def check_folder(folder: Path) -> None:
+PROGRAM_ADVICE: Final = "put the program into a folder of its own, change to that folder (cd), and start again"
+DATA_ADVICE: Final = "put the data into a folder of its own, and push that"
+
+
+def check_folder(folder: Path, advice: str = PROGRAM_ADVICE) -> None:
     """Raise ConfigError if a folder is never sent: a home folder, one that contains it, or covey's own folder."""
-    advice = "put the program into a folder of its own, change to that folder (cd), and start again"
     if folder == Path(folder.anchor):
         raise ConfigError(f"{folder} is the whole file system, and is not sent to other machines; {advice}")
     for home in _homes():
@@ -117,8 +120,24 @@ class _OwnFolders:
             return False
 
 
+def check_named(path: Path) -> None:
+    """Raise ConfigError if a file or folder, of which a person gave the path, may hold secrets or is covey's own."""
+    own = _OwnFolders()
+    if any(own.has(each) for each in (path, *path.parents)):
+        raise ConfigError(f"{path} is in covey's own folder, which holds keys and is never sent; {DATA_ADVICE}")
+    if at := SensitiveRules().at(str(path)):
+        part = str(path).split("/")[at[0]]
+        raise ConfigError(
+            f"{path} may hold secrets ({part!r} is the name of what usually does), and is not sent; put a copy without "
+            "secrets under another name, and push that"
+        )
+
+
 class FolderReader:
     """Reads one folder. A subclass says what becomes of the content of its files."""
+
+    advice = PROGRAM_ADVICE
+    """What to do about a folder that is never sent."""
 
     def __init__(
         self, folder: Path, apart: Path | None = None, includes: Sequence[str] = (), *, files_limit: int
@@ -129,7 +148,7 @@ class FolderReader:
             ConfigError: the folder is one that is never sent (`check_folder`), or a pattern cannot be read.
         """
         self._folder, self._apart = folder.resolve(), None if apart is None else apart.resolve()
-        check_folder(self._folder)
+        check_folder(self._folder, self.advice)
         self._sensitive, self._files_limit = SensitiveRules(includes), files_limit
         self._ignored, self._own = _ignore_rules(self._folder), _OwnFolders()
         self._paths, self._count = PathSet(), 0

@@ -51,9 +51,14 @@ class LinkTransport(BackgroundTransport):
         listener: CallListener,
         objection: Callable[[messages.Card], str],
         lost: Callable[[Seat], None] = lambda _seat: None,
+        *,
+        is_data: bool = False,
     ) -> None:
-        """`objection` returns why a node may not call this one, or ""; `lost` is called when a session has ended."""
-        self._listener, self._objection, self._lost = listener, objection, lost
+        """`objection` returns why a node may not call this one, or ""; `lost` is called when a session has ended.
+
+        `is_data` says that the sessions are about data sets: these are calls of a service of their own.
+        """
+        self._listener, self._objection, self._lost, self._is_data = listener, objection, lost, is_data
         self._sessions: dict[Seat, _Session] = {}
         self._last = 0
         self._outbox: deque[tuple[Seat, bytes]] = deque()
@@ -71,13 +76,22 @@ class LinkTransport(BackgroundTransport):
 
     def card_of(self, seat: Seat) -> messages.Card:
         """Return the card of a caller; ConnectError if its link has ended. On any thread."""
+        return self.remote_of(seat).card
+
+    def remote_of(self, seat: Seat) -> RemoteProcess:
+        """Return the node that calls; ConnectError if its link has ended. On any thread."""
         session = self._sessions.get(seat)
         if session is None:
             raise ConnectError("the caller has gone")
-        return session.remote.card
+        return session.remote
 
     def heard(self, remote: RemoteProcess, message: messages.AgentCall | messages.AgentRefusal) -> None:
-        """Take a message about calls; RemoteProtocolError, which ends the link, if one before it is missing."""
+        """Take a message about calls; RemoteProtocolError, which ends the link, if one before it is missing.
+
+        A message of a session of the other kind, about data sets or not, is left to the other transport.
+        """
+        if isinstance(message, messages.AgentCall) and message.is_data != self._is_data:
+            return
         session = self._find(remote, message.session)
         if isinstance(message, messages.AgentRefusal):
             if session is not None:
@@ -134,7 +148,9 @@ class LinkTransport(BackgroundTransport):
                 seat, body = self._outbox.popleft()
                 if (session := self._sessions.get(seat)) is not None:
                     session.sent += 1
-                    session.link.send(messages.encode(messages.AgentCall(session.number, session.sent, body)))
+                    session.link.send(
+                        messages.encode(messages.AgentCall(session.number, session.sent, body, self._is_data))
+                    )
 
     def _find(self, remote: RemoteProcess, number: int) -> _Session | None:
         found = (each for each in self._sessions.values() if each.remote is remote and each.number == number)

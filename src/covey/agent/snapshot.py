@@ -147,8 +147,8 @@ class _SnapshotReader(FolderReader):
                 if self._end + size + len(data) > FOLDER_BYTES:
                     raise ConfigError(
                         f"{self._folder} has more than {FOLDER_BYTES >> 30} GiB ({path} has {before[1] >> 20} MiB); "
-                        f"leave files out with {IGNORE_FILE}, "
-                        "and read large data from a path that exists on all machines"
+                        f"leave files out with {IGNORE_FILE}, and send large data with `covey push`, once for all "
+                        "programs"
                     )
                 self._write(data, self._end + size)
                 digest.update(data)

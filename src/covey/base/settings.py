@@ -461,6 +461,16 @@ _OTHERS: Final = (
         files=USER_FILE, option=Option(of_cluster=True),
     ),
     _other(
+        _MACHINE, "data_folder", FilePath(), None,
+        "The folder for data sets that other machines push to this one; the default is `data` in the configuration "
+        "folder.",
+        files=USER_FILE,
+    ),
+    _other(
+        _MACHINE, "data_total", ByteCount(1 << 20, 1 << 50), 256 << 30,
+        "How much data sets that other machines push to this one may take here, all together.", files=USER_FILE,
+    ),
+    _other(
         _MACHINE, "reports", FilePath(), None,
         "A file to which what programs report (`group.report`) is appended, as JSON.",
     ),

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 TEXT_LIMIT: Final = 1000
 """The default limit, in characters."""
-_CUT: Final = "..."
+CUT: Final = "..."
 FEW: Final = 16
 """As many items are named one by one; a text is to be read, and goes to every rank."""
 
@@ -25,7 +25,7 @@ def printable(text: str, most: int = TEXT_LIMIT) -> str:
     escaped = "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text[: most + 1]
     )
-    return escaped if len(escaped) <= most else escaped[: most - len(_CUT)] + _CUT
+    return escaped if len(escaped) <= most else escaped[: most - len(CUT)] + CUT
 
 
 def spell_error(error: BaseException, most: int = TEXT_LIMIT) -> str:
@@ -66,3 +66,11 @@ def spell_rate(rate: float | None) -> str:
         return "unknown"
     bits = rate * 8
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes, to read."""
+    for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << shift:
+            return f"{size / (1 << shift):.1f} {unit}"
+    return f"{size} B"

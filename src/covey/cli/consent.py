@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import typer
 
 from covey.agent.folder import lines_about
-from covey.base.text import printable
+from covey.base.text import printable, size_text
 from covey.cli.terminal import confirm, plural, say
 from covey.net.audit import audit_log
 from covey.net.keys import trust
@@ -18,15 +18,29 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from covey.agent.callers import AgentCaller, FoundAgents
+    from covey.agent.data_folder import DataFolder
+    from covey.agent.requests import FileEntry
     from covey.agent.snapshot import Snapshot
     from covey.net.keys.clusters import Cluster
     from covey.net.keys.trust import TrustedMachine
+
+
+class Sendable(Protocol):
+    """A folder, or a data set, as a person sees it before it is sent."""
+
+    @property
+    def folder(self) -> object: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def entries(self) -> Sequence[FileEntry]: ...
+
 
 LARGEST_SHOWN: Final = 5
 """The largest entries of a folder that are shown."""
 
 
-def tell_left_out(snapshot: Snapshot, machines: Sequence[AgentCaller]) -> None:
+def tell_left_out(snapshot: Snapshot | DataFolder, machines: Sequence[AgentCaller]) -> None:
     """Print which files of a folder are not sent, and to which machines nothing goes."""
     for line in lines_about(snapshot.left_out):
         say(f"covey: {line}", err=True)
@@ -42,7 +56,7 @@ def ask_to_send(
     cluster: Cluster,
     found: FoundAgents,
     book: Mapping[bytes, TrustedMachine],
-    snapshot: Snapshot,
+    snapshot: Sendable,
     *,
     yes: bool,
 ) -> list[AgentCaller]:
@@ -68,7 +82,7 @@ def ask_to_send(
     return [*found.trusted, *found.new]
 
 
-def ask_to_send_by_ssh(hosts: Sequence[str], snapshot: Snapshot, *, yes: bool) -> None:
+def ask_to_send_by_ssh(hosts: Sequence[str], snapshot: Sendable, *, yes: bool) -> None:
     """Ask once for each machine, as it was typed, before files go there by ssh. The answer is remembered.
 
     Raises:
@@ -92,29 +106,23 @@ def _described(agent: AgentCaller, book: Mapping[bytes, TrustedMachine]) -> str:
     return f"{agent.name}  {id_text(agent.machine)}  ({how})"
 
 
-def _show(machines: Sequence[str], snapshot: Snapshot) -> None:
+def _show(machines: Sequence[str], snapshot: Sendable) -> None:
     """Print the machines that get files for the first time, and what they get."""
     say("These machines have not had files of this machine yet:", err=True)
     for each in machines:
         typer.echo(f"  {each}", err=True)
     count = plural(len(snapshot.entries), "file")
+    if not snapshot.entries:
+        return say(f"They get {snapshot.folder} ({size_text(snapshot.size)}).", err=True)
     say(f"They get {count} ({size_text(snapshot.size)}) of {snapshot.folder}. The largest:", err=True)
     for path, size in largest(snapshot):
         typer.echo(f"  {printable(path, 200)}  {size_text(size)}", err=True)
 
 
-def largest(snapshot: Snapshot) -> list[tuple[str, int]]:
+def largest(snapshot: Sendable) -> list[tuple[str, int]]:
     """Return the largest entries of the folder itself with their sizes: files, and folders with all that they hold."""
     sizes: dict[str, int] = defaultdict(int)
     for entry in snapshot.entries:
         head, slash, _ = entry.path.partition("/")
         sizes[head + slash] += entry.size
     return sorted(sizes.items(), key=lambda each: (-each[1], each[0]))[:LARGEST_SHOWN]
-
-
-def size_text(size: int) -> str:
-    """Return a number of bytes, to read."""
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 1 << shift:
-            return f"{size / (1 << shift):.1f} {unit}"
-    return f"{size} B"

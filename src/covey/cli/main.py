@@ -41,6 +41,8 @@ COMMANDS: Final = {
     "ps": "List the programs that run on machines of the cluster.",
     "logs": "Show the output of a run, of all its ranks.",
     "history": "List the runs that were started on this machine, and how each ended.",
+    "push": "Send a data set or a model file once to machines where covey up runs.",
+    "data": "List the data sets of the machines, and remove them.",
     "stop": "End a run that was started with `covey run --on`.",
     "status": "Show the nodes of the cluster and the links between them.",
     "top": "Watch runs in the terminal: who waits for whom, losses, curves, links, output.",

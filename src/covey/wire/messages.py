@@ -691,6 +691,8 @@ class AgentCall(msgspec.Struct, frozen=True, array_like=True, tag=36):
     serial: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
     """Counts the messages of the session in one direction."""
     body: Annotated[bytes, msgspec.Meta(max_length=AGENT_CALL_LIMIT)]
+    is_data: bool = False
+    """Whether the session is about data sets (`covey push`): it can call nothing else."""
 
 
 class AgentRefusal(Worded, frozen=True, array_like=True, tag=37):

@@ -174,7 +174,7 @@ def _check_folder(folder: Path) -> Path:
     return folder
 
 
-def read_private(path: Path, *, may_be_mounted: bool = False) -> bytes:
+def read_private(path: Path, *, may_be_mounted: bool = False, most: int = _MAX_BYTES) -> bytes:
     """Return the content of a file that only this user can read.
 
     With `may_be_mounted` it may also be a secret as container engines mount it: perhaps by way of a link, a file of
@@ -196,7 +196,7 @@ def read_private(path: Path, *, may_be_mounted: bool = False) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not (may_be_mounted and _is_mounted_secret(status)):
-            check_private(path, status)
+            check_private(path, status, most=most)
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:
