@@ -66,3 +66,11 @@ def spell_rate(rate: float | None) -> str:
         return "unknown"
     bits = rate * 8
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words, such as `5 min`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
