@@ -115,6 +115,7 @@ def test_a_person_reads_the_code_on_one_terminal_and_types_it_on_another(lab: La
     there.interrupt()
     assert there.finish() == 0
     assert "covey1-" not in there.screen
+    assert "this is another one" not in there.screen, "the first code was used, and not given up"
     assert north.key("home") == south.key("home")
 
 
@@ -148,7 +149,9 @@ def test_a_machine_that_shows_no_code_is_said_to_and_a_join_code_still_works(lab
     assert ended.returncode == 2
     assert f"No machine that shows a code answers at {HERE}" in ended.stderr
     assert "Type `covey pair` there" in ended.stderr
-    assert south.covey("enroll", "-", stdin=made["join_code"]).returncode == 0
+    refused = south.covey("enroll", "--up", "-", stdin=made["join_code"])
+    assert refused.returncode == 2
+    assert "a join code comes from none: run `covey up --allow NODE`" in refused.stderr
     assert north.key("home") == south.key("home")
     assert "`covey enroll ADDRESS`" in south.covey("enroll", "one", "two").stderr
     assert "--show only prints" in north.covey("init", "--show", "--machines", "1").stderr

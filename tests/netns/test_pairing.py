@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from covey.testing.netns import Host
 
 PREFIX = "covey-pairing"
+HELLO = """
+import covey
+
+with covey.join() as group:
+    print(f"rank {group.rank} of {group.size}: {group.all_reduce(group.rank + 1)}")
+"""
 SHOWN = re.compile(r"Code: (\d{3} \d{3})")
 
 
@@ -47,21 +54,48 @@ def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
+def type_in(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(text)
+    process.stdin.close()
+
+
 def key(host: Host, cluster: str = "home") -> str:
     return str(json.loads((host.home / "clusters" / f"{cluster}.json").read_text())["key"])
 
 
-def test_two_machines_find_the_one_that_shows_a_code_and_get_in_with_it() -> None:
-    with Lan(hosts=3, prefix=PREFIX) as lan:
+def test_three_machines_train_after_five_commands_and_one_code() -> None:
+    with Lan(hosts=3, prefix=PREFIX, names=("north", "south", "west")) as lan:
         north, south, west = lan.hosts
         process, code = show(north, "init", "--machines", "2")
-        for host in (south, west):
-            status, said = end(start(host, "enroll", "-"), code)
-            assert (status, "is now in the cluster 'home'" in said) == (0, True), said
+        agents = [start(host, "enroll", "--up", "-") for host in (south, west)]
+        for agent in agents:
+            type_in(agent, code)
+            said = pipes.read_until(pipes.stdout(agent), "itself.\n")
+            assert "is now in the cluster 'home', with north." in said
+            assert re.search(r"north-\w{4} can run anything as your user, and this machine itself.", said), said
         assert end(process)[0] == 0
         assert len({key(host) for host in lan.hosts}) == 1
         files = [json.loads((host.home / "clusters" / "home.json").read_text()) for host in (south, west)]
         assert all(any(seed.startswith(f"{north.ip4}:") for seed in file["seeds"]) for file in files)
+
+        agents.append(start(north, "up"))
+        pipes.read_until(pipes.stdout(agents[-1]), "--allow lets others.")
+        (north.temp / "work").mkdir()
+        (north.temp / "work" / "hello.py").write_text(HELLO)
+        for host, status in ((north, 0), (south, 1)):  # the machine with the code may start programs, and no other
+            (host.temp / "work").mkdir(exist_ok=True)
+            (host.temp / "work" / "hello.py").write_text(HELLO)
+            words = f"cd {host.temp}/work && exec {sys.executable} -m covey run --on all --yes hello.py"
+            ended, said = end(host.popen(["sh", "-c", words], env={"PYTHONPATH": str(SOURCE)}))
+            assert ended == status, said
+            assert ("may not use north-" in said) is (host is south), said
+            if host is north:
+                for rank in range(3):
+                    assert re.search(rf"^\[(north|south|west) {rank}\] rank {rank} of 3: 6$", said, re.MULTILINE), said
+        for agent in agents:
+            agent.send_signal(signal.SIGINT)
+            assert agent.wait(DEADLINE) == 0
 
 
 def test_where_multicast_is_dropped_the_address_does_it_and_that_is_said() -> None:

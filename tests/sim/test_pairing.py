@@ -420,9 +420,9 @@ class Hasty(PairingInviter):
 class Uncounting(PairingInviter):
     """Shows the same code however often it was tried."""
 
-    def _renew(self, now: float) -> None:
+    def _renew(self, now: float, why: str = "") -> None:
         if not self._code:
-            super()._renew(now)
+            super()._renew(now, why)
 
 
 class Trusting(PairingInviter):
@@ -480,6 +480,7 @@ def test_a_code_is_replaced_after_three_wrong_tries_and_no_more_are_shown_after_
     assert len({*codes[:3]}) == len({*codes[3:6]}) == len({*codes[6:9]}) == 1
     assert len({codes[0], codes[3], codes[6]}) == 3
     assert [state.failed for state in shown[:9]] == [0, 1, 2] * 3
+    assert [state.replaced for state in shown[:9:3]] == ["", pairing.TRIED, pairing.TRIED]
     assert codes[9:] == ["", "", ""]
     assert course.core.state().over == pairing.TOO_MANY
     assert course.core.state().failed_from == "192.0.2.99"
@@ -490,6 +491,7 @@ def test_a_code_ends_after_minutes_and_pairing_after_half_an_hour() -> None:
     course._events.clear()
     course.run(pairing.CODE_SECONDS * 2.5)
     assert len(course.codes) == 3
+    assert course.core.state().replaced == pairing.TOO_OLD
     course.run(pairing.PAIRING_SECONDS + 1)
     assert course.core.state().over == pairing.TOO_LONG
     assert course.core.next_deadline() == float("inf")

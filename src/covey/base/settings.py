@@ -471,6 +471,18 @@ _OTHERS: Final = (
         "How much data sets that other machines push to this one may take here, all together.", files=USER_FILE,
     ),
     _other(
+        _MACHINE, "only_on_power", Flag(), False,
+        "Take part in a run of the cluster only while this machine has power: on battery its processes leave in order, "
+        "and they return with power.",
+        files=ANY_FILE, option=Option(of_cluster=True, commands=(RUN, UP)),
+    ),
+    _other(
+        _MACHINE, "while_idle", Flag(), False,
+        "Take part in a run of the cluster only while this machine is idle: when a person uses it, its processes leave "
+        "in order, and they return when it is idle again (systemd-logind or macOS says so).",
+        files=ANY_FILE, option=Option(of_cluster=True, commands=(RUN, UP)),
+    ),
+    _other(
         _MACHINE, "reports", FilePath(), None,
         "A file to which what programs report (`group.report`) is appended, as JSON.",
     ),

@@ -22,7 +22,7 @@ from covey.net.audit import audit_log
 from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, owner, trust
 from covey.net.keys.clusters import Cluster
-from covey.net.keys.identity import ensure_identity, machine_name, own_ids, short_id, stored_machine
+from covey.net.keys.identity import ensure_identity, id_text, machine_name, own_ids, short_id, stored_machine
 from covey.proto.pairing import RefusedPairingError
 from covey.runtime import loop as control
 from covey.runtime.pairing.applicant import (
@@ -64,6 +64,8 @@ class Enrolled(NamedTuple):
     """The machine that let this one in; empty with a join code."""
     waits_at: str = ""
     """The machine where the owner has to approve this one."""
+    by_id: str = ""
+    """The id of the machine that let this one in."""
 
 
 @app.command()
@@ -79,6 +81,13 @@ def enroll(
     force: Annotated[
         bool, typer.Option("--force", help="Replace a cluster of the same name that has another key.")
     ] = False,
+    stay_up: Annotated[
+        bool,
+        typer.Option(
+            "--up",
+            help="Then stay, as `covey up --allow`: the machine that let this one in can run anything as your user.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Put this machine into a cluster: type it here while `covey init` or `covey pair` shows a code on another machine.
@@ -91,14 +100,30 @@ def enroll(
     """
     done = _put_in(words or [], force=force)
     if as_json:
-        return typer.echo(json.dumps({**done._asdict(), "command": run_command(done.cluster)}))
+        typer.echo(json.dumps({**done._asdict(), "command": run_command(done.cluster)}))
+        return _stay(done) if stay_up else None
     by = f", with {done.by}" if done.by else ""
     say(f"This machine {done.how} the cluster {done.cluster!r}{by}.")
     if done.waits_at:
         say(f"It waits for approval: on {done.waits_at} run `covey allow {short_id(stored_machine())}`.")
-    say(f"On each machine: {run_command(done.cluster)}")
+    if not stay_up:
+        say(f"On each machine: {run_command(done.cluster)}")
     if clusters.default_name() != done.cluster:
         say(f"To make it the default cluster: covey clusters --default {done.cluster}")
+    if stay_up:
+        _stay(done)
+
+
+def _stay(done: Enrolled) -> None:
+    """Make this machine available to the one that let it in."""
+    from covey.cli.up import UpRequest, up
+
+    if not done.by_id:
+        raise ConfigError(
+            "--up allows the machine that shows the six digits, and a join code comes from none: run `covey up --allow "
+            "NODE`"
+        )
+    up(UpRequest(allow=[done.by_id], settings={"cluster": done.cluster}))
 
 
 def _put_in(words: list[str], *, force: bool) -> Enrolled:
@@ -242,12 +267,14 @@ class _WrongCodeError(Exception):
 def _pair(found: FoundInviter, digits: str, *, force: bool, gives_up: list[Cluster]) -> Enrolled:
     """Get in with a code; forget the clusters that this machine gives up for it."""
     stored: list[tuple[str, str]] = []
+    inviter: list[bytes] = []
 
     def keep(grant: Grant, machine: PairingMachine) -> None:
         code = decode_join_code(grant.join_code)
         names = {each.name for each in gives_up}
         how = store(code, force=force or code.secret.name in names)
         trust.remember(clusters.load(code.secret.name), {machine.id: machine_name(machine.name, machine.id)})
+        inviter.append(machine.id)
         stored.append((code.secret.name, how))
 
     try:
@@ -266,7 +293,7 @@ def _pair(found: FoundInviter, digits: str, *, force: bool, gives_up: list[Clust
         if each.name != name:
             clusters.remove(each.name)
             audit_log.note(each.name, "secret-removed", reason="no other machine was in it")
-    return Enrolled(name, how, found.host_name, grant.waits_at)
+    return Enrolled(name, how, found.host_name, grant.waits_at, id_text(inviter[0]))
 
 
 def _explained(refusal: PairingRefusal, digits: str, found: FoundInviter) -> Exception:

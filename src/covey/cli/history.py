@@ -8,10 +8,11 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from msgspec import to_builtins
 
 from covey.base.errors import ConfigError
+from covey.base.text import duration
 from covey.cli.layout import Column, room, table, wrap
-from covey.cli.status.view import duration
 from covey.cli.terminal import say
 from covey.net.host.saved_runs import find_past_run, past_runs
 from covey.runtime.metrics.flight import traces_of
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from covey.net.host.run_notes import LastReported
-    from covey.net.host.saved_runs import PastRun
+    from covey.net.host.saved_runs import Absence, PastRun
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -84,6 +85,8 @@ def _facts(run: PastRun) -> Iterator[tuple[str, str]]:
     yield "id", run.id
     yield "began", _when(record.began) + (f", lasted {duration(lasted)}" if lasted is not None else "")
     yield "end", run.outcome()
+    for at, absence in enumerate(record.absences):
+        yield "away" if at == 0 else "", _absence(record.machine, absence)
     yield "command", record.program
     yield "ranks", f"{record.processes} on {', '.join(record.machines) or record.machine}"
     yield "last report", _report(run.last_report(), None) or "none: group.report(step=step, loss=loss) makes one"
@@ -94,6 +97,13 @@ def _facts(run: PastRun) -> Iterator[tuple[str, str]]:
     for at, path in enumerate(reversed(traces)):
         yield "traces" if at == 0 else "", path
     yield "output", f"covey logs {run.id}" if run.logs() else "none is kept"
+
+
+def _absence(machine: str, absence: Absence) -> str:
+    """Return an absence of this machine in words."""
+    lasted = "" if absence.returned is None else f", for {duration(max(absence.returned - absence.left, 0.0))}"
+    at = "" if absence.step is None else f"; left at step {absence.step}"
+    return f"{_when(absence.left)}{lasted}: {machine} {absence.why}{at}"
 
 
 def traces_of_run(run: PastRun) -> list[str]:
@@ -119,6 +129,7 @@ def as_row(run: PastRun) -> dict[str, object]:
         "state": "running" if run.is_running else "ended" if record.ended is not None else "ended unexpectedly",
         "code": record.code,
         "reason": record.reason,
+        "absences": [to_builtins(each) for each in record.absences],
         "report": None if report is None else _plain(report),
         "checkpoints": run.checkpoints(),
         "traces": traces_of_run(run),

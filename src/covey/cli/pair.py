@@ -215,15 +215,9 @@ def news(view: PairingView, before: PairingView | None) -> list[str]:
         said.append(view.refused)
     for machine in view.paired[len(before.paired) if before is not None else 0 :]:
         said.append(_paired(machine, view))
-    if before is not None and before.code and view.code not in ("", before.code) and not _news_of(view, before):
-        why = "was tried wrongly three times" if before.failed else "was too old"
-        said.append(f"The code {spaced(before.code)} {why}; this is another one.")
+    if before is not None and before.code and view.code not in ("", before.code) and view.replaced:
+        said.append(f"The code {spaced(before.code)} {view.replaced}; this is another one.")
     return said
-
-
-def _news_of(view: PairingView, before: PairingView) -> bool:
-    """Tell whether a machine has got in since."""
-    return len(view.paired) > len(before.paired)
 
 
 def _paired(machine: PairedMachine, view: PairingView) -> str:

@@ -11,7 +11,6 @@ import functools
 import os
 import shlex
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Mapping  # noqa: TC003 - typer reads the types of the fields
@@ -27,6 +26,7 @@ from covey.base.errors import ConfigError
 from covey.base.settings import RUN, SETTINGS
 from covey.base.text import printable
 from covey.cli.options import RelayLimit, command_of, variables_of
+from covey.net.host.machine import short_host_name
 from covey.runtime.environment import ClusterOptions, find_run
 from covey.runtime.keeper.keeper import ClusterRun, LocalRun
 from covey.runtime.keeper.supervisor import keep
@@ -265,6 +265,8 @@ def _here(request: RunRequest, processes: int) -> int:
 def _in_cluster(request: RunRequest) -> int:
     """Run this machine's share of a run of the cluster; return its exit code."""
     from covey.cli.relay import parse_relay_limit
+    from covey.net.host.settings_files import effective_environment
+    from covey.runtime.keeper.presence import Presence, PresenceTerms
 
     command, page = request.command(), _page(request)
     given = request.settings
@@ -288,8 +290,14 @@ def _in_cluster(request: RunRequest) -> int:
     rate = parse_relay_limit(request.relay_limit)
     cluster = _cluster_name(variables)
     share = share_of_run(processes, variables, is_new=request.new, relay_rate=rate)
-    kept = _saved(request, request.run_name, processes, cluster)
-    return keep(share, command, restarts=request.restarts, http=page, log_dir=request.log_dir, kept=kept)
+    presence = Presence(
+        short_host_name() or "this machine", PresenceTerms.read({**effective_environment(), **variables})
+    )
+    with contextlib.closing(presence):
+        kept = _saved(request, request.run_name, processes, cluster)
+        return keep(
+            share, command, restarts=request.restarts, http=page, log_dir=request.log_dir, kept=kept, presence=presence
+        )
 
 
 def _cluster_name(variables: Mapping[str, str]) -> str:
@@ -309,7 +317,7 @@ def _saved(
     from covey.net.host.settings_files import effective_environment
 
     terms = OutputTerms.read({**effective_environment(), **variables_of(request.settings)})
-    machine = printable(socket.gethostname().partition(".")[0], 40)
+    machine = short_host_name()
     record = RunSummary(
         name=name, cluster=cluster, machine=machine, machines=machines or (machine,),
         program=printable(shlex.join([request.script, *(request.arguments or ())]), WORDS_LIMIT),

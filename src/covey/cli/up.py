@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -16,6 +17,7 @@ import typer
 from covey.base.config import group_config, split_list
 from covey.base.errors import ConfigError
 from covey.base.settings import UP
+from covey.base.text import duration, listed
 from covey.cli.charter import machine_of
 from covey.cli.options import RelayLimit, command_of, variables_of, words_of
 from covey.cli.relay import parse_relay_limit
@@ -32,6 +34,7 @@ from covey.net.keys.identity import (
     resolve_id,
 )
 from covey.runtime.environment import ClusterOptions
+from covey.runtime.keeper.presence import CONDITIONS, Presence, PresenceTerms
 from covey.runtime.loop import LOOK_UP_EVERY
 
 if TYPE_CHECKING:
@@ -86,11 +89,15 @@ def up(request: UpRequest) -> None:
         return typer.echo(unit_text(found.name, _options(request, found, permission)), nl=False)
     from covey.agent.agent import serving
 
+    presence = Presence("This machine", PresenceTerms.read(env))
     ending = threading.Event()
     problem: list[Exception] = []
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda *_: ending.set())
-    with serving(found, group_config(env), permission, relay_rate=rate) as agent:
+    with (
+        contextlib.closing(presence),
+        serving(found, group_config(env), permission, relay_rate=rate) as agent,
+    ):
 
         def stop(error: Exception) -> None:
             problem.append(error)
@@ -101,19 +108,37 @@ def up(request: UpRequest) -> None:
         if permission.is_for_all:
             say("Every member of the cluster can run anything as your user.")
         elif permission.machines:
-            say(f"{', '.join(request.allow or [])} can run anything as your user, and this machine itself.")
+            allowed = ", ".join(_called(found, request.allow or []))
+            say(f"{allowed} can run anything as your user, and this machine itself.")
         else:
             say("Only this machine itself may start programs here; --allow lets others.")
         if agent.relay_port:
             say(f"It is a relay for nodes of the cluster, at port {agent.relay_port}.")
+        if presence.conditions:
+            say(f"Its programs take part in runs only while it {listed(presence.conditions)}.")
+        absence = ""
         sys.stdout.flush()
         while not ending.wait(LOOK_UP_EVERY):  # a signal that another thread gets does not end the wait
-            pass
+            absence = _look_at(presence, absence)
     if problem:
         raise problem[0]
 
 
 app.command()(command_of(UpRequest, UP, up))
+
+
+def _look_at(presence: Presence, before: str) -> str:
+    """Say whether programs leave their runs or return, and why; return why they are away now."""
+    presence.look()
+    presence.left()  # each `covey run` has the system wait for itself
+    if presence.slept:
+        say(f"{presence.name} slept for {duration(presence.slept)}.")
+    if presence.absence and presence.absence != before:
+        say(f"{presence.name} {presence.absence}: its programs leave their runs.")
+    elif before and not presence.absence:
+        say(f"{presence.name} {CONDITIONS[before]} again: its programs return.")
+    sys.stdout.flush()
+    return presence.absence
 
 
 def _options(request: UpRequest, cluster: Cluster, permission: Permission) -> list[str]:
@@ -154,6 +179,12 @@ def permission_for(cluster: Cluster, allow: list[str]) -> Permission:
             )
         machines.add(meant[0])
     return Permission(own_machine(), frozenset(machines), here=here)
+
+
+def _called(cluster: Cluster, allow: list[str]) -> list[str]:
+    """Return what messages call the machines that were named: trusted ones by name, also where an id was written."""
+    names = {id_text(each): known.name for each, known in trust.trusted(cluster).items()}
+    return [names.get(word, word) for word in allow]
 
 
 def unit_text(cluster: str, options: list[str]) -> str:

@@ -70,6 +70,9 @@ MACHINES_LIMIT: Final = 1000
 ALL_IN: Final = "all machines are in"
 ENDED: Final = "it was ended"
 TOO_LONG: Final = "no machine has joined for half an hour"
+TOO_OLD: Final = "was too old"
+TRIED: Final = "was tried wrongly three times"
+"""Why a code is replaced by another one."""
 TOO_MANY: Final = f"{FAILED_TRIES} wrong codes were tried: someone on this network guesses"
 
 
@@ -137,6 +140,8 @@ class PairingState(NamedTuple):
     """Where the last wrong try came from."""
     over: str
     """Why no code is shown any more, or empty."""
+    replaced: str
+    """Why the code before this one was given up; empty if it has let its machines in."""
 
 
 @dataclass
@@ -183,7 +188,7 @@ class PairingInviter:
         self._left = max(1, machines)
         self._code, self._until = "", -math.inf
         self._failed = self._failed_in_all = 0
-        self._failed_from = self._over = ""
+        self._failed_from = self._over = self._replaced = ""
         self._since, self._rests_until = now, -math.inf
         self._callers: dict[int, _Caller] = {}
         self._attempt: _Attempt | None = None
@@ -195,7 +200,7 @@ class PairingInviter:
     def state(self) -> PairingState:
         """Return what is shown now."""
         over = self._over if self._attempt is None else ""  # the last machine is about to get in
-        return PairingState(self._code, self._until, self._left, self._failed, self._failed_from, over)
+        return PairingState(self._code, self._until, self._left, self._failed, self._failed_from, over, self._replaced)
 
     def effects(self) -> list[PairingEffect]:
         """Return the effects to perform, in order, and clear them."""
@@ -223,7 +228,7 @@ class PairingInviter:
         if now >= self._since + PAIRING_SECONDS:
             self._finish(TOO_LONG)
         elif now >= self._until:
-            self._renew(now)
+            self._renew(now, TOO_OLD)
 
     def close(self) -> None:
         """Show no code any more."""
@@ -337,12 +342,13 @@ class PairingInviter:
         if self._failed_in_all >= FAILED_TRIES:
             self._finish(TOO_MANY)
         elif self._failed >= TRIES_FOR_CODE:
-            self._renew(now)
+            self._renew(now, TRIED)
 
     # Codes
 
-    def _renew(self, now: float) -> None:
-        """Show another code."""
+    def _renew(self, now: float, why: str = "") -> None:
+        """Show another code; `why` the last one is given up, if it is."""
+        self._replaced = why
         before, self._code = self._code, ""
         while self._code in ("", before):
             number = int.from_bytes(self._random(16), "big") % 10**CODE_DIGITS

@@ -109,12 +109,13 @@ def keep_own_output(name: str, cluster: str) -> OwnOutput | None:
 
 def main(reads: list[int], control: socket.socket) -> None:
     """Pass on and keep what the program prints, until it closes its ends."""
+    from covey.net.host.machine import short_host_name
     from covey.net.host.saved_runs import WORDS_LIMIT, OutputTerms, RunSummary, SavedRun
     from covey.net.host.settings_files import effective_environment
 
     orders = control.makefile("rb")
     about = json.loads(orders.readline())
-    machine = printable(socket.gethostname().partition(".")[0], 40)
+    machine = short_host_name()
     record = RunSummary(
         name=about["name"], cluster=about["cluster"], machine=machine, machines=(machine,), processes=1,
         program=printable(" ".join(about["words"]), WORDS_LIMIT), pid=about["pid"], began=time.time(),

@@ -12,8 +12,9 @@ from rich.console import Console
 from tests.support.in_turn import in_turn
 
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
+from covey.base.text import duration
 from covey.cli.status.picture import Picture, as_json, picture, tellers, with_events
-from covey.cli.status.view import MOST_EVENTS, duration, local_view, milliseconds, view
+from covey.cli.status.view import MOST_EVENTS, local_view, milliseconds, view
 from covey.net.host.runs import LocalRunFound
 from covey.runtime.events import Event
 from covey.wire.messages import Address, AddressTrouble, Answer, Card, Contact, PeerReport, Tell, Wait

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
@@ -13,6 +15,7 @@ from covey.runtime.clocks import ClockOffsets
 from covey.runtime.peers.peer_table import PeerTable
 from covey.runtime.peers.remote_process import TRANSITIONS, PeerEvent, PeerState, RemoteProcess
 from covey.runtime.tasks import Tasks
+from covey.runtime.views import health_monitor
 from covey.runtime.views.health_monitor import HealthMonitor
 from covey.wire.messages import Card, Contact
 
@@ -115,3 +118,48 @@ def test_a_lost_link_makes_a_peer_suspected_and_a_new_one_makes_it_active() -> N
     monitor.link_up(peer)
     assert peer.state is PeerState.ACTIVE
     assert told == ["suspected", "recovered"]
+
+
+def test_a_peer_is_as_trusted_after_a_sleep_of_this_machine_as_before_and_may_be_silent_as_long_as_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(health_monitor, "waking_clock", lambda: now)
+    peer, other = peer_after(READY), RemoteProcess(replace(CARD, contact=Contact("a third", (), "")), seat=Seat(2))
+    table = PeerTable(Seat(0), {Seat(1): peer, Seat(2): other})
+    listener: Any = SimpleNamespace()
+    monitor = HealthMonitor(
+        table,
+        "here",
+        GroupConfig(),
+        listener,
+        tell_of_peer=lambda _kind, _peer: None,
+        clocks=ClockOffsets(),
+        tasks=Tasks("a test"),
+    )
+
+    async def tick_at(time: float) -> None:
+        """Let the clock say so, and the monitor look at its peers."""
+        nonlocal now
+        now = time
+        monitor.vouched(other, 1)  # any input has it set its timer by the clock
+        for _ in range(5):
+            await asyncio.sleep(0.002)
+
+    async def story() -> None:
+        keeping = asyncio.create_task(monitor.keep())
+        await asyncio.sleep(0)
+        monitor.link_up(peer)
+        for at in range(1, 12):
+            await tick_at(1000.0 + at / 4)
+        assert not peer.is_suspected
+        await tick_at(1200.0)  # it slept for three minutes
+        for at in range(1, 12):
+            await tick_at(1200.0 + at / 4)
+            assert not peer.is_suspected, at
+        for at in range(12, 15):
+            await tick_at(1200.0 + at / 4)
+        assert peer.is_suspected
+        keeping.cancel()
+
+    asyncio.run(story())

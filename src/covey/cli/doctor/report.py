@@ -11,8 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from covey.base.text import duration
 from covey.cli.doctor.facts import FACTS_FORMAT
-from covey.cli.doctor.waits import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -7,6 +7,7 @@ import itertools
 import shlex
 from typing import TYPE_CHECKING, Final
 
+from covey.base.text import duration
 from covey.cli.doctor.finding import Finding, Obstacle, cure, obstacle, some
 from covey.cli.doctor.own_machine import connecting, is_on_no_network, physical_and_down
 
@@ -79,14 +80,6 @@ def silent_members(facts: Facts) -> Iterator[Finding]:
             f"Run {node.run!r}, as {node.name} sees it: {wait.text}.",
             f"Check that the machine of {some(wait.missing)} is on and connected, and run covey doctor there.",
         )
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words, such as `5 min`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = int(seconds // 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _headline(run: str, nodes: list[MetNode]) -> str:

@@ -9,10 +9,9 @@ import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 from xml.sax.saxutils import escape
 
-from covey.base.text import spell_rate
+from covey.base.text import duration, spell_rate
 from covey.cli.layout import wrap
 from covey.cli.status.graph import mbit, slower, trunks
-from covey.cli.status.view import duration
 from covey.cli.svg import DARK, STYLE
 from covey.cli.terminal import plural
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
-from covey.base.text import spell_rate
+from covey.base.text import duration, spell_rate
 from covey.cli.layout import Column, lay_out, wrap
-from covey.cli.status.view import duration
 from covey.cli.terminal import plural
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
+from covey.base.text import duration
 from covey.cli.layout import Column, fits, lay_out, wrap
 from covey.cli.terminal import plural
 
@@ -245,11 +246,3 @@ def milliseconds(seconds: float) -> str:
     """Return a short time with two or three digits."""
     value = 1e3 * seconds
     return f"{value:.2f} ms" if value < 10 else f"{value:.1f} ms" if value < 100 else f"{value:.0f} ms"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words, such as `5 min`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = int(seconds // 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import sys
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,11 @@ MOST_ACCELERATORS: Final = 16
 NAME_CHARACTERS: Final = 60
 _NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
 _AMD: Final = Path("/sys/class/kfd/kfd/topology/nodes")
+
+
+def short_host_name() -> str:
+    """Return the name of this machine without its domain; "" if it has none."""
+    return printable(socket.gethostname().partition(".")[0], 40)
 
 
 def usable_cores() -> int:

@@ -38,6 +38,8 @@ LOCK: Final = "lock"
 FORMAT: Final = 1
 RUNS_LIMIT: Final = 500
 """Runs that are remembered."""
+ABSENCES_LIMIT: Final = 100
+"""Absences of this machine that are remembered of a run."""
 LEAST_BYTES: Final = 64 << 10
 """What is kept of each process at least, however many there are."""
 TIDY_BYTES: Final = 8 << 20
@@ -70,6 +72,18 @@ class OutputTerms(NamedTuple):
         return cls(value("COVEY_KEEP_OUTPUT"), value("COVEY_KEEP_OUTPUT_BYTES"), value("COVEY_KEEP_OUTPUT_TOTAL"))
 
 
+class Absence(msgspec.Struct, frozen=True, kw_only=True):
+    """A time in which this machine took no part in a run."""
+
+    why: Text
+    """What was true of the machine, such as `is on battery`; `slept` if it could not leave before."""
+    left: float
+    returned: float | None = None
+    """None: it is still away, or the run ended first."""
+    step: int | None = None
+    """The last step that the program has reported before it left."""
+
+
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How a run began on this machine, and how it ended."""
 
@@ -94,6 +108,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     code: int | None = None
     reason: Text = ""
     """Why it ended, if not by itself."""
+    absences: tuple[Absence, ...] = ()
+    """The last ones, the latest last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +139,8 @@ class PastRun:
         """Return how it ended, in words."""
         record = self.record
         if self.is_running:
-            return "running"
+            away = record.absences[-1] if record.absences else None
+            return f"away: {record.machine} {away.why}" if away is not None and away.returned is None else "running"
         if record.ended is None:
             return "ended unexpectedly"
         if record.code is None:
@@ -192,6 +209,13 @@ class SavedRun:
             return ""
         self._told = why
         return f"output cannot be kept in {self.folder} ({why}); the run goes on without that"
+
+    def note_absence(self, absence: Absence) -> None:
+        """Note that this machine takes no part in the run; the same again when more is known of it."""
+        others = (each for each in self._record.absences if each.left != absence.left)
+        self._record = msgspec.structs.replace(self._record, absences=(*others, absence)[-ABSENCES_LIMIT:])
+        with contextlib.suppress(ConfigError):  # a full disk: an absence less is remembered
+            self._write()
 
     def end(self, code: int | None, reason: str) -> None:
         """Note how the run has ended, and let go of it; `code` is None if that is not known."""

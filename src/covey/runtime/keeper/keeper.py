@@ -13,15 +13,14 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 from typing import IO, TYPE_CHECKING, Final, Self
 
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
 from covey.base.pace import Growing
-from covey.base.text import printable
 from covey.net.host import runs
+from covey.net.host.machine import short_host_name
 from covey.net.host.runs import RunFolder
 from covey.runtime.joining.torch_env import (
     TORCH_VARIABLES,
@@ -299,7 +298,7 @@ class ClusterRun(HostRun):
         super().__init__(size)
         self._variables, self._key = variables, key
         self._relay = MemberRelay(service.cluster, relay_rate) if relay_rate else None
-        self._machine = printable(socket.gethostname().partition(".")[0], 40) or "here"
+        self._machine = short_host_name() or "here"
         self.service = service
 
     def __enter__(self) -> Self:

@@ -16,11 +16,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from covey.net.host.run_notes import KEPT_FOLDER
-from covey.net.host.saved_runs import STOPPED_BY
+from covey.base.text import duration
+from covey.net.host.run_notes import KEPT_FOLDER, last_reported
+from covey.net.host.saved_runs import STOPPED_BY, Absence
+from covey.runtime.clocks import waking_clock
 from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTARTS, TERM_GRACE
 from covey.runtime.keeper.output import Cursor, OutputStream
 from covey.runtime.keeper.output_descriptor import OutputDescriptor, fill_standard_descriptors, is_same_file
+from covey.runtime.keeper.presence import ABOUT_TO_SLEEP, CONDITIONS, STOOD_STILL
 from covey.runtime.keeper.rank_logs import RankLogs
 from covey.runtime.processes import describe_end, exit_status
 from covey.runtime.signals import signals_noted
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
     from covey.net.host.saved_runs import SavedRun
     from covey.runtime.keeper.keeper import HostRun
+    from covey.runtime.keeper.presence import Presence
     from covey.runtime.processes import Child, ChildOutput
 
 SIGNAL_GRACE: Final = 30.0
@@ -56,6 +60,7 @@ def keep(
     log_dir: str | None = None,
     is_solo: bool = False,
     kept: SavedRun | None = None,
+    presence: Presence | None = None,
 ) -> int:
     """Run `argv` as every process of a run and relay their output; return the exit code of the first failure, or 0.
 
@@ -65,7 +70,8 @@ def keep(
     this process; SIGCONT continues them. The pages of all ranks are served at the host and port of `http`.
     With `log_dir`, the output of each rank is also written to a file there. If two or more processes succeed and none
     ever joined the run, the code is `NEVER_JOINED_CODE`, unless the run `is_solo`. If files in `log_dir` lack output,
-    it is not 0. What the processes print, and how the run ends, is `kept`, too.
+    it is not 0. What the processes print, and how the run ends, is `kept`, too. The processes leave a run of a cluster
+    while `presence` says that this machine should take no part, and return afterwards.
 
     Call it on the main thread: it takes over signal handling, before it makes the run, until it returns.
     """
@@ -74,7 +80,7 @@ def keep(
     env = {**(env or {}), **({} if kept is None else {KEPT_FOLDER: str(kept.folder)})}
     logs = None if log_dir is None else RankLogs(log_dir)
     with signals_noted(arrived) as wake, make_run() as run:
-        supervisor = _Supervisor(run, _Command(argv, env, restarts, is_solo), wake, arrived, logs, kept)
+        supervisor = _Supervisor(run, _Command(argv, env, restarts, is_solo), wake, arrived, logs, kept, presence)
         if http is None:
             return supervisor.run_to_end()
         from covey.runtime.keeper.pages import serve_ranks  # takes a while to load
@@ -103,6 +109,17 @@ class _Command(NamedTuple):
     """Whether its processes have nothing to do with each other."""
 
 
+class _Away:
+    """The time in which this machine takes no part in its run."""
+
+    def __init__(self, why: str, ranks: set[int]) -> None:
+        """`ranks` are to return, after `why` does not hold any more."""
+        self.why, self.ranks = why, ranks
+        self.began, self.since = time.time(), waking_clock()
+        self.has_left = False
+        """Whether the last process has ended."""
+
+
 class _Supervisor:
     """Supervises the ranks of one run until all have ended."""
 
@@ -114,8 +131,11 @@ class _Supervisor:
         arrived: list[int],
         logs: RankLogs | None,
         kept: SavedRun | None,
+        presence: Presence | None,
     ) -> None:
         self._run, self._command, self._logs, self._kept = run, command, logs, kept
+        self._presence = presence
+        self._away: _Away | None = None
         self._wake, self._arrived = wake, arrived
         self._children = run.children
         self._children.watch(wake, tells_ends=True)
@@ -160,15 +180,23 @@ class _Supervisor:
         return code
 
     def _run_to_end(self) -> int:
+        if self._presence is not None:
+            self._presence.watched_by(self._children)
+            self._stay_away(self._presence)
         self._run.warm_up(self._command.argv, self._command.env)
-        for rank in range(self._run.size):
+        for rank in range(self._run.size if self._away is None else 0):
             self._start(rank)
-        while self._alive or self._waiting or self._failed:
+        while self._alive or self._waiting or self._failed or self._is_away():
             now = time.monotonic()  # a pause in the output counts only after all output up to now was read
             show_times = [each.stream.show_at for each in self._pipes.values() if each.stream.show_at is not None]
-            for printed in self._children.outputs(self._patience(*self._waiting.values(), *show_times)):
+            patience = self._patience(*self._waiting.values(), *show_times)
+            printed_now = self._children.outputs(patience)
+            late = time.monotonic() - now - (patience or 0.0)
+            for printed in printed_now:
                 self._relay(printed)
             self._react()
+            if self._presence is not None:
+                self._attend(self._presence, late if patience is not None else 0.0)
             for pipe in list(self._pipes.values()):
                 if pipe.stream.show_at is not None and pipe.stream.show_at <= now:
                     self._write(pipe.target, pipe.stream.flush())
@@ -219,6 +247,8 @@ class _Supervisor:
     def _patience(self, *times: float) -> float | None:
         """Return the seconds until the next step or the next of `times`; None if there is none."""
         due = [*times, *(at for at, _ in self._steps)]
+        if self._presence is not None:
+            due.append(self._presence.next_look)
         if self._failed or self._stopping_for is not None:
             due.append(time.monotonic() + SETTLE_EVERY)
         return max(0.0, min(due) - time.monotonic()) if due else None
@@ -279,6 +309,86 @@ class _Supervisor:
         elif signum is signal.SIGINT:
             self._steps = [(time.monotonic(), signal.SIGKILL)]
 
+    # Absence
+
+    def _stay_away(self, presence: Presence) -> None:
+        """Start no process as long as this machine should take no part."""
+        if why := presence.absence:
+            self._away = _Away(why, set(range(self._run.size)))
+            self._away.has_left = True
+            self.note(f"{presence.name} {why}: its processes start when it {CONDITIONS[why]}")
+
+    def _attend(self, presence: Presence, late: float) -> None:
+        """Have the processes leave, or return, when this machine should; say if it slept or stood still."""
+        presence.look()
+        if late > STOOD_STILL:
+            self.note(
+                f"{presence.name} stood still for {duration(late)}: `covey run` was stopped, or the machine paused"
+            )
+        away = self._away
+        if presence.slept and (away is None or away.why != ABOUT_TO_SLEEP):
+            self.note(f"{presence.name} slept for {duration(presence.slept)}")
+            now = time.time()
+            self._keep_absence(Absence(why="slept", left=now - presence.slept, returned=now))
+        if self._told is not None or self._code is not None:
+            presence.left()
+        elif away is None and presence.absence:
+            self._leave(presence)
+        elif away is not None and not self._alive:
+            if not away.has_left:
+                self._has_left(presence, away)
+            if not presence.absence:
+                self._return(presence, away)
+
+    def _leave(self, presence: Presence) -> None:
+        """Ask all processes to leave the run; before a sleep, only one that goes on without them."""
+        why = presence.absence
+        if why == ABOUT_TO_SLEEP and not self._run.survives():
+            presence.left()
+            return
+        self._away = _Away(why, {*self._alive, *self._waiting})
+        self._keep_absence(Absence(why=why, left=self._away.began, step=self._step()))
+        self.note(f"{presence.name} {why}: its processes leave the run")
+        self._children.signal(signal.SIGTERM)
+        self._stop_at(time.monotonic() + SIGNAL_GRACE)
+
+    def _has_left(self, presence: Presence, away: _Away) -> None:
+        away.has_left, self._steps, step = True, [], self._step()
+        self._keep_absence(Absence(why=away.why, left=away.began, step=step))
+        at = "" if step is None else f" at step {step}"
+        self.note(f"{presence.name} has left the run{at}; it returns when it {CONDITIONS[away.why]}")
+        presence.left()
+
+    def _return(self, presence: Presence, away: _Away) -> None:
+        self._away, now = None, time.time()
+        self._keep_absence(Absence(why=away.why, left=away.began, returned=now, step=self._step()))
+        lasted = duration(waking_clock() - away.since)
+        self.note(f"{presence.name} {CONDITIONS[away.why]} again after {lasted}: its processes start")
+        for rank in sorted(away.ranks):
+            if rank in self._started:
+                self._drain(self._started[rank])
+                self._children.forget(self._started[rank])
+            self._start(rank)
+
+    def _is_away(self) -> bool:
+        """Tell whether this machine will return to a run that goes on elsewhere."""
+        return self._away is not None and self._told is None and self._code is None and not self._has_found_end()
+
+    def _has_found_end(self) -> bool:
+        """Tell whether the members of the run, here or elsewhere, have finished its work."""
+        self._run.service.catch_up()
+        self._has_finished = self._has_finished or self._run.service.is_over
+        return self._run.service.is_over
+
+    def _step(self) -> int | None:
+        """Return the last step that the program has reported; None if there is none."""
+        found = None if self._kept is None else last_reported(self._kept.folder)
+        return None if found is None else found.step
+
+    def _keep_absence(self, absence: Absence) -> None:
+        if self._kept is not None:
+            self._kept.note_absence(absence)
+
     def _write_operations(self) -> None:
         from covey.runtime.keeper.flights import write_flights
 
@@ -299,6 +409,8 @@ class _Supervisor:
         self._failed = [(rank, code, by + gap) for rank, code, by in self._failed]
 
     def _on_end(self, rank: int, code: int) -> None:
+        if self._away is not None and rank in self._away.ranks and self._told is None and not self._has_found_end():
+            return  # it was asked to leave, and will be back
         if code == 0:
             self._succeeded += 1
             self._has_finished = True

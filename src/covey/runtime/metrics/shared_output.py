@@ -7,13 +7,12 @@ proved the secret of the cluster, and no more: so nothing is told unless COVEY_S
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Final
 
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.base.settings import SETTINGS
-from covey.base.text import printable
+from covey.net.host.machine import short_host_name
 from covey.net.host.run_notes import KEPT_FOLDER
 from covey.net.host.saved_output import log_end, logs_in, read_log, tail_of
 from covey.net.host.settings_files import effective_environment
@@ -58,5 +57,5 @@ def encode_shared(folder: Path, about: bytes) -> bytes:
         room = max(0, room - sum(len(each.data) for each in records))
         has_more = has_more or (bool(records) and batch.next < log_end(path))
         logs.append(wire.ToldLog(name, batch.next, records))
-    machine = printable(socket.gethostname().partition(".")[0], 40)
+    machine = short_host_name()
     return wire.encode(wire.ToldOutput(machine, tuple(logs), has_more))

@@ -102,6 +102,8 @@ class PairingView:
     failed_from: str
     over: str
     """Why no code is shown any more, or empty."""
+    replaced: str = ""
+    """Why the code before this one was given up; empty if it has let its machines in."""
     paired: tuple[PairedMachine, ...] = ()
     refused: str = ""
     """The last machine that knew the code and was refused, and why."""
@@ -287,6 +289,7 @@ class Pairing:
                 failed=state.failed,
                 failed_from=state.failed_from,
                 over=state.over,
+                replaced=state.replaced,
                 **changes,  # type: ignore[arg-type]
             )
             if now != self._view:

@@ -5,6 +5,9 @@ On the control loop.
 A pulled cable ends no connection, a stopped process answers nothing, a busy one answers late. What tells them apart:
 the kernel of another machine acknowledges what it receives while it runs and can be reached, and the keeper of a
 process reports whether the process exists.
+
+The core gets a clock that runs on while the machine sleeps. After a sleep a tick is late then, as after a stop of the
+process, and all deadlines start anew: else peers that were heard before count as silent while the network comes up.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from covey.base.numbers import Seat
 from covey.proto import health
+from covey.runtime.clocks import waking_clock
 from covey.runtime.counters import process
 from covey.runtime.driver import CoreDriver
 from covey.runtime.peers.remote_process import PeerEvent, PeerState
@@ -65,14 +69,14 @@ class HealthMonitor:
         self._peers, self._host, self._listener = peers, host, listener
         self._tell_of_peer, self._clocks, self._tasks = tell_of_peer, clocks, tasks
         silences = health.Silences(config.heartbeat, config.host_silence, config.process_silence)
-        self._health = health.Health(host, time.monotonic(), silences)
+        self._health = health.Health(host, waking_clock(), silences)
         self._pings: dict[Seat, tuple[int, float]] = {}
         """By seat: the number of the last ping, and when it was sent."""
         self._process_table: dict[Seat, ProcessStatus] = {}
         """By seat: processes of this host, as the kernel reports them."""
         self._watched: set[Seat] = set()
         self._given_up: set[Seat] = set()
-        self._driver = CoreDriver(self._health, self, is_ticking=False)
+        self._driver = CoreDriver(self._health, self, is_ticking=False, clock=waking_clock)
 
     async def keep(self) -> None:
         """Judge all peers until cancelled."""
@@ -92,15 +96,15 @@ class HealthMonitor:
         if is_here and peer.card.pid and peer.life and peer.seat not in self._process_table:
             self._process_table[peer.seat] = ProcessStatus(peer.life, peer.card.pid, time.monotonic())
         if peer.contact is not None and not peer.is_excluded and not peer.has_left and peer.life:
-            self._health.watch(_id(peer.seat), peer.contact.host, time.monotonic())
+            self._health.watch(_id(peer.seat), peer.contact.host, waking_clock())
             peer.note(PeerEvent.TRUSTED)
             if peer.link is not None:
-                self._health.link_up(_id(peer.seat), time.monotonic())
+                self._health.link_up(_id(peer.seat), waking_clock())
             self._driver.settle_soon()
 
     def link_up(self, peer: RemoteProcess) -> None:
         """Note a new link with a peer."""
-        self._health.link_up(_id(peer.seat), time.monotonic())
+        self._health.link_up(_id(peer.seat), waking_clock())
         self._show(peer)
         self._driver.settle_soon()
 
@@ -111,7 +115,7 @@ class HealthMonitor:
 
     def link_lost(self, seat: Seat) -> None:
         """Note that the link with a peer ended; on this host, ask the kernel whether the process ended, too."""
-        self._health.link_lost(_id(seat), time.monotonic())
+        self._health.link_lost(_id(seat), waking_clock())
         self._show(self._peers[seat])
         self._driver.settle_soon()
         if seat in self._process_table:
@@ -123,21 +127,21 @@ class HealthMonitor:
             return
         status.look(now)
         if status.state is health.ProcessState.EXITED:
-            self._health.vouched(_id(seat), status.state, now)
+            self._health.vouched(_id(seat), status.state, waking_clock())
             self._driver.settle_soon()
         elif now < until:
             asyncio.get_running_loop().call_later(LOOK_CLOSELY_EVERY, self._look, seat, until)
 
     def heard(self, seat: Seat) -> None:
         """Note that a peer sent a message of any kind."""
-        self._health.heard(_id(seat), time.monotonic())
+        self._health.heard(_id(seat), waking_clock())
         if self._peers[seat].is_suspected or seat in self._given_up:
             self._driver.settle_soon()
 
     def vouched(self, peer: RemoteProcess, value: int) -> None:
         """Take what the keeper of a peer reports about its process."""
         with contextlib.suppress(ValueError):  # a value of a later version
-            self._health.vouched(_id(peer.seat), health.ProcessState(value), time.monotonic())
+            self._health.vouched(_id(peer.seat), health.ProcessState(value), waking_clock())
             self._driver.settle_soon()
 
     def answered(self, seat: Seat, number: int, clock: float) -> None:
@@ -210,7 +214,7 @@ class HealthMonitor:
         if peer.contact is not None and peer.contact.host != self._host:
             age = peer.link.acknowledged_seconds_ago()
             if age is not None:
-                self._health.acknowledged(_id(peer.seat), time.monotonic() - age)
+                self._health.acknowledged(_id(peer.seat), waking_clock() - age)
         number = secrets.randbits(32)
         self._pings[peer.seat] = number, time.monotonic()
         process.heartbeats_sent += 1
