@@ -33,13 +33,13 @@ test: $(VENV)/.built
 	$(call with-types,$(PYTEST) -m 'not thorough')
 
 # Everything, and the contract of groups once more with the Python executor alone.
-test-all: $(VENV)/.all $(VENV)/.browser
+test-all: $(VENV)/.all $(VENV)/.browser $(VENV)/.docs
 	$(call with-types,$(PYTEST))
 	TEST_EXECUTORS=python $(PYTEST) tests/contract
 
 # What CI adds to `make test`: a fifth of what only `make test-all` has, chosen by the commit's hash.
 COMMIT ?= $(shell git rev-parse HEAD)
-test-fifth: $(VENV)/.all $(VENV)/.browser
+test-fifth: $(VENV)/.all $(VENV)/.browser $(VENV)/.docs
 	$(PYTEST) --fifth $(COMMIT)
 	TEST_EXECUTORS=python $(PYTEST) --fifth $(COMMIT) --fifth-of-all tests/contract
 

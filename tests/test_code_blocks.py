@@ -26,12 +26,12 @@ from covey.testing import run_threads
 ROOT = Path(__file__).parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SESSION = re.compile(r"^```pycon\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 NOT_RUN = {
     "docs/guides/coordinator.md": "tests/e2e/test_coordinator.py runs it on two workers",
     "docs/guides/recipes.md": "tests/torch/test_recipes.py runs them on two ranks",
     "docs/guides/engines.md": "tests/e2e/engines makes the same calls, with real engines",
-    "docs/concepts/lanes-and-plans.md": "a session; test_the_session_shows_what_python_prints compares it",
     "init_device_mesh": "needs GPUs and NCCL",
     "covey.data(": "tests/e2e/test_several_machines.py and tests/e2e/test_data.py run the same calls on two machines",
     "covey.run_on(": "tests/e2e/test_several_machines.py runs it on two machines",
@@ -320,7 +320,7 @@ def test_the_session_shows_what_python_prints() -> None:
     import doctest
 
     text = PAGES["docs/concepts/lanes-and-plans.md"]
-    session = doctest.DocTestParser().get_doctest("".join(BLOCK.findall(text)), {}, "lanes-and-plans", None, 0)
+    session = doctest.DocTestParser().get_doctest("".join(SESSION.findall(text)), {}, "lanes-and-plans", None, 0)
     assert session.examples
     assert doctest.DocTestRunner().run(session).failed == 0
 

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site (mkdocs.yml): pages that live outside docs/, and anchors as GitHub makes them.
+"""Hooks of the documentation site (mkdocs.yml): pages that live outside docs/, anchors as GitHub makes them, consoles.
 
 README.md is the start page, CONTRIBUTING.md and CHANGELOG.md are pages, and the examples are files of the site. Links
 between them work in a checkout, on GitHub and on the site.
@@ -11,9 +11,12 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+from tools import consoles
+
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the site that are not below docs/: their path in the repository, and on the site."""
+ASSETS: Final = ROOT / "tools" / "site_assets"
 LINK: Final = re.compile(r"(\]\()([^)\s#]+)?(#[^)\s]*)?(\))")
 
 
@@ -49,7 +52,10 @@ def relinked(text: str, page: str) -> str:
 
 def on_config(config: Any) -> Any:
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
-    config.watch += [str(ROOT / each) for each in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "src", "examples")]
+    config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = consoles.FENCES
+    config.watch += [
+        str(ROOT / each) for each in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "src", "examples", "tools")
+    ]
     return config
 
 
@@ -60,6 +66,8 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     for example in sorted((ROOT / "examples").glob("*.py")):
         files.append(File.generated(config, f"examples/{example.name}", abs_src_path=str(example)))
+    for asset in ("iframe-worker.js", "site.css"):
+        files.append(File.generated(config, f"assets/{asset}", abs_src_path=str(ASSETS / asset)))
     return files
 
 
