@@ -66,6 +66,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "runtime": {
         "metrics": set(),
         "links": set(),
+        "shards": set(),
         "state": {"links"},
         "peers": {"state", "links", "metrics"},
         "views": {"peers", "state", "links", "metrics"},
@@ -76,7 +77,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "compressed": {"collectives"},
         "group": {
             *("calls", "compressed", "collectives", "messages", "lanes", "views", "peers", "state"),
-            *("links", "metrics"),
+            *("links", "metrics", "shards"),
         },
         "joining": {
             *("group", "calls", "collectives", "messages", "lanes", "views", "peers", "state", "links"),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         CallCancelledError,
         CallRefusedError,
         CancelledError,
+        CheckpointError,
         ClosedError,
         ConfigError,
         ConnectError,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from covey.runtime.joining.generations import generations
     from covey.runtime.keeper.launch import launch
     from covey.runtime.metrics.pages import serve_http
+    from covey.runtime.shards.tree import Shard
     from covey.runtime.shutdown import on_shutdown, shutdown
     from covey.runtime.work import Work, wait_all, wait_any
 
@@ -80,6 +82,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "CallWork",
     "CancelledError",
     "Checkpoint",
+    "CheckpointError",
     "ClosedError",
     "Codec",
     "ConfigError",
@@ -118,6 +121,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "Remedy",
     "RemoteCallError",
     "RemoteProtocolError",
+    "Shard",
     "SplitRunError",
     "Strategy",
     "Threshold",
@@ -151,6 +155,7 @@ _HOMES = {
     "CallStream": "covey.runtime.calls.work",
     "CallWork": "covey.runtime.calls.work",
     "Checkpoint": "covey.proto.checkpointing",
+    "Shard": "covey.runtime.shards.tree",
     "Codec": "covey.compress.codec",
     "ErrorFeedback": "covey.compress.feedback",
     "Event": "covey.runtime.events",
