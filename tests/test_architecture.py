@@ -120,7 +120,7 @@ THIRD_PARTY = {
     "wire": {"numpy", "msgspec", "cryptography"},
     "plan": set(),
     "compress": {"numpy", "ml_dtypes"},
-    "proto": {"numpy"},
+    "proto": {"numpy", "ml_dtypes"},
     "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr", "qh3"},
     "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry", "qh3", "h11", "cloudpickle", "IPython"},
     "metrics": {"prometheus_client"},

@@ -82,7 +82,7 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     """The state with the numbers of arrays in the place of arrays, encoded."""
 
 
-class KeptPart(msgspec.Struct, frozen=True, array_like=True):
+class CheckpointPart(msgspec.Struct, frozen=True, array_like=True):
     """What one machine has of a checkpoint."""
 
     id: SaveId
@@ -97,7 +97,7 @@ class KeptPart(msgspec.Struct, frozen=True, array_like=True):
     """The shards that are here: number and bytes."""
 
 
-class PlaceReport(msgspec.Struct, frozen=True, array_like=True):
+class FolderReport(msgspec.Struct, frozen=True, array_like=True):
     """The folder of one rank, and what is in it."""
 
     place: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -105,7 +105,7 @@ class PlaceReport(msgspec.Struct, frozen=True, array_like=True):
     host: Text
     """Equal for ranks on one machine."""
     host_name: Text
-    kept: Annotated[tuple[KeptPart, ...], msgspec.Meta(max_length=KEPT_LIMIT)] = ()
+    kept: Annotated[tuple[CheckpointPart, ...], msgspec.Meta(max_length=KEPT_LIMIT)] = ()
 
 
 _checkpoints: msgspec.msgpack.Decoder[SavedCheckpoint] = msgspec.msgpack.Decoder(SavedCheckpoint)
@@ -143,7 +143,7 @@ class SaveTerms(msgspec.Struct, frozen=True, array_like=True):
     copies: Number
     id: SaveId
     """That of the checkpoint, if this is the lowest rank."""
-    report: PlaceReport | None = None
+    report: FolderReport | None = None
     arrays: Annotated[tuple[StateArray, ...], msgspec.Meta(max_length=ARRAYS_LIMIT)] = ()
     tree: Annotated[bytes, msgspec.Meta(max_length=TREE_BYTES)] = b""
     live: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
@@ -169,13 +169,13 @@ class LoadTerms(msgspec.Struct, frozen=True, array_like=True):
 
     step: Annotated[int, msgspec.Meta(ge=-1, le=MAX_BYTES)]
     """-1 for the newest."""
-    report: PlaceReport | None = None
+    report: FolderReport | None = None
     arrays: Annotated[tuple[StateArray, ...], msgspec.Meta(max_length=ARRAYS_LIMIT)] | None = None
     """What it wants; None if it takes all as it comes."""
     failure: str = ""
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True):
+class StillMissing(msgspec.Struct, frozen=True, array_like=True):
     """What a rank still lacks."""
 
     missing: tuple[tuple[Number, Number], ...] = ()

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from covey.proto.shards.layout import CheckpointLayout
-    from covey.wire.shards import KeptPart
+    from covey.wire.shards import CheckpointPart
 
 SHOWN: Final = 8
 
 
-class Candidate(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint of which a machine has the manifest."""
 
     serial: int
@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
         return tuple(number for number, having in enumerate(self.holders) if not having)
 
 
-def candidates(kept: Mapping[bytes, Sequence[KeptPart]]) -> list[Candidate]:
+def found_checkpoints(kept: Mapping[bytes, Sequence[CheckpointPart]]) -> list[FoundCheckpoint]:
     """Return all checkpoints of which there is a manifest, the newest first, from what each folder has."""
     told: dict[tuple[int, int, str, bytes], tuple[int, ...]] = {}
     manifests: dict[tuple[int, int, str, bytes], list[bytes]] = {}
@@ -57,7 +57,7 @@ def candidates(kept: Mapping[bytes, Sequence[KeptPart]]) -> list[Candidate]:
             for number, size in part.files:
                 files.setdefault((part.id, number, size), []).append(place)
     return [
-        Candidate(
+        FoundCheckpoint(
             *key,
             tuple(manifests[key]),
             tuple(tuple(files.get((key[2], number, size), ())) for number, size in enumerate(told[key])),
@@ -66,7 +66,7 @@ def candidates(kept: Mapping[bytes, Sequence[KeptPart]]) -> list[Candidate]:
     ]
 
 
-def complete(found: Iterable[Candidate]) -> list[Candidate]:
+def complete(found: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
     """Return the complete checkpoints, the newest first; of several of one step the newest."""
     steps: set[int] = set()
     whole = []
@@ -77,7 +77,9 @@ def complete(found: Iterable[Candidate]) -> list[Candidate]:
     return whole
 
 
-def to_delete(parts: Sequence[KeptPart], found: Sequence[Candidate], new: Candidate | None, keep: int) -> list[str]:
+def to_delete(
+    parts: Sequence[CheckpointPart], found: Sequence[FoundCheckpoint], new: FoundCheckpoint | None, keep: int
+) -> list[str]:
     """Return which checkpoints the machine with these parts deletes once `new` is complete, and `keep` are to remain.
 
     Without a complete checkpoint that is newer it deletes nothing. What cannot be completed is deleted, too.
@@ -89,7 +91,7 @@ def to_delete(parts: Sequence[KeptPart], found: Sequence[Candidate], new: Candid
     return [part.id for part in parts if part.id not in ids]
 
 
-def next_serial(kept: Mapping[bytes, Sequence[KeptPart]]) -> int:
+def next_serial(kept: Mapping[bytes, Sequence[CheckpointPart]]) -> int:
     """Return a serial number that is greater than all that are known."""
     return 1 + max((part.serial for parts in kept.values() for part in parts), default=0)
 
@@ -158,7 +160,9 @@ def local_needs(
     return [need for need in needs if need[0] in here], [need for need in needs if need[0] not in here]
 
 
-def none_complete(found: Sequence[Candidate], step: int | None, hosts: Mapping[tuple[str, int], Sequence[str]]) -> str:
+def none_complete(
+    found: Sequence[FoundCheckpoint], step: int | None, hosts: Mapping[tuple[str, int], Sequence[str]]
+) -> str:
     """Return why there is no complete checkpoint (of a step): what the ones that were found lack.
 
     `hosts` names the machines to which a shard went, by checkpoint and shard.

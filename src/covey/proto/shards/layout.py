@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.errors import MismatchError, RemoteProtocolError
 from covey.proto.shards.boxes import Box, fits, gap, whole
-from covey.proto.shards.safetensors import DTYPES, FileLayout, Tensor, in_order, lay_out
+from covey.proto.shards.safetensors import DTYPES, FileLayout, FileTensor, in_order, lay_out
 from covey.wire.shards import CHUNK_BYTES, SavedArray, SavedCheckpoint, SavedPiece
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ CUT_BYTES: Final = 1 << 20
 """Arrays that all ranks have are cut between them from this size on."""
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """A box of an array, which is a tensor of a shard."""
 
     array: int
@@ -36,7 +36,7 @@ def array_bytes(array: SavedArray) -> int:
 
 def share_out(
     arrays: Sequence[SavedArray], ranks: Sequence[int], owned: Mapping[int, Sequence[tuple[int, Box]]]
-) -> dict[int, tuple[Piece, ...]]:
+) -> dict[int, tuple[ShardPiece, ...]]:
     """Return the pieces that each of `ranks` writes, in the order of its file.
 
     `owned` has the boxes that each rank has of sharded arrays; all others are replicated.
@@ -45,11 +45,11 @@ def share_out(
         MismatchError: the boxes of an array do not make it up.
     """
     load = dict.fromkeys(ranks, 0)
-    given: dict[int, list[Piece]] = {rank: [] for rank in ranks}
+    given: dict[int, list[ShardPiece]] = {rank: [] for rank in ranks}
 
     def give(rank: int, array: int, box: Box) -> None:
         if box.volume:
-            given[rank].append(Piece(array, box))
+            given[rank].append(ShardPiece(array, box))
             load[rank] += box.volume * DTYPES[arrays[array].dtype].itemsize
 
     holders: dict[tuple[int, Box], list[int]] = {}
@@ -90,28 +90,28 @@ def _check_whole(arrays: Sequence[SavedArray], holders: Mapping[tuple[int, Box],
             )
 
 
-def _ordered(arrays: Sequence[SavedArray], pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+def _ordered(arrays: Sequence[SavedArray], pieces: Sequence[ShardPiece]) -> tuple[ShardPiece, ...]:
     pieces = sorted(pieces)
-    tensors = [Tensor("", arrays[piece.array].dtype, piece.box.shape) for piece in pieces]
+    tensors = [FileTensor("", arrays[piece.array].dtype, piece.box.shape) for piece in pieces]
     return tuple(pieces[number] for number in in_order(tensors))
 
 
-def file_layout(arrays: Sequence[SavedArray], pieces: Sequence[Piece]) -> FileLayout:
+def file_layout(arrays: Sequence[SavedArray], pieces: Sequence[ShardPiece]) -> FileLayout:
     """Return where pieces are in the file of a shard. A piece that is not the whole array has its box in its name."""
     return lay_out([_tensor(arrays[piece.array], piece.box) for piece in pieces])
 
 
-def _tensor(array: SavedArray, box: Box) -> Tensor:
+def _tensor(array: SavedArray, box: Box) -> FileTensor:
     if box.shape == array.shape:
-        return Tensor(array.name, array.dtype, box.shape)
+        return FileTensor(array.name, array.dtype, box.shape)
     spans = ", ".join(f"{start}:{start + count}" for start, count in zip(*box, strict=True))
-    return Tensor(f"{array.name}[{spans}]", array.dtype, box.shape)
+    return FileTensor(f"{array.name}[{spans}]", array.dtype, box.shape)
 
 
 class ShardLayout(NamedTuple):
     """One shard of a checkpoint that is read."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
     starts: tuple[int, ...]
     """Where each piece begins in the file."""
     nbytes: int
@@ -145,7 +145,7 @@ class CheckpointLayout:
         self.shards = tuple(self._shard(shard.pieces, shard.nbytes) for shard in saved.shards)
 
     def _shard(self, saved: Sequence[SavedPiece], nbytes: int) -> ShardLayout:
-        pieces = tuple(Piece(piece.array, _box(piece)) for piece in saved)
+        pieces = tuple(ShardPiece(piece.array, _box(piece)) for piece in saved)
         layout = file_layout(self.arrays, pieces)
         if layout.nbytes != nbytes:
             raise RemoteProtocolError(f"the manifest has a shard of {nbytes} bytes whose pieces take {layout.nbytes}")
@@ -171,7 +171,7 @@ def _box(piece: SavedPiece) -> Box:
     return Box(piece.offset, piece.shape)
 
 
-class Place(NamedTuple):
+class RanksFolder(NamedTuple):
     """A folder for checkpoints: that of one machine, which several ranks may share."""
 
     id: bytes
@@ -179,20 +179,20 @@ class Place(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def places_of(reports: Mapping[int, tuple[bytes, str]]) -> tuple[Place, ...]:
+def folders_of(reports: Mapping[int, tuple[bytes, str]]) -> tuple[RanksFolder, ...]:
     """Return the folders in the order of their first ranks, from what each rank told: its folder and its machine."""
     ranks: dict[bytes, list[int]] = {}
     for rank, (place, _) in sorted(reports.items()):
         ranks.setdefault(place, []).append(rank)
-    return tuple(Place(place, reports[having[0]][1], tuple(having)) for place, having in ranks.items())
+    return tuple(RanksFolder(place, reports[having[0]][1], tuple(having)) for place, having in ranks.items())
 
 
-def copy_targets(places: Sequence[Place], copies: int) -> dict[int, tuple[int, ...]]:
+def copy_targets(places: Sequence[RanksFolder], copies: int) -> dict[int, tuple[int, ...]]:
     """Return for each rank the ranks that get a copy of its shard: on other machines first, then in other folders.
 
     Each folder has neighbours in a ring of machines. With one folder for all there are no copies.
     """
-    by_host: dict[str, list[Place]] = {}
+    by_host: dict[str, list[RanksFolder]] = {}
     for place in places:
         by_host.setdefault(place.host, []).append(place)
     hosts = list(by_host.values())

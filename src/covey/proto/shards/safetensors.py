@@ -54,7 +54,7 @@ _WIDE: Final = "complex128"
 """The key of the metadata with the names of tensors of this dtype."""
 
 
-class Tensor(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor of a file."""
 
     name: str
@@ -77,7 +77,7 @@ class FileLayout(NamedTuple):
     nbytes: int
 
 
-def lay_out(tensors: Sequence[Tensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
+def lay_out(tensors: Sequence[FileTensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """Return the layout of a file with these tensors, in this order; names are unique."""
     entries: dict[str, Any] = {}
     said = dict(metadata or {})
@@ -101,7 +101,7 @@ def lay_out(tensors: Sequence[Tensor], metadata: Mapping[str, str] | None = None
     return FileLayout(header, tuple(len(header) + start for start in starts), len(header) + at)
 
 
-def in_order(tensors: Sequence[Tensor]) -> list[int]:
+def in_order(tensors: Sequence[FileTensor]) -> list[int]:
     """Return the numbers of tensors in the order in which their elements are aligned in a file."""
     return sorted(range(len(tensors)), key=lambda number: (-DTYPES[tensors[number].dtype].itemsize, number))
 

@@ -119,8 +119,8 @@ def wanted_boxes(
     for (name, axis), end in ends.items():
         if end != arrays[numbers[name]].shape[axis]:
             raise MismatchError(
-                f"the parts of {name!r} that all ranks want have {end} rows along axis {axis} in total, and the checkpoint "
-                f"has {arrays[numbers[name]].shape[axis]}"
+                f"the parts of {name!r} that all ranks want add up to {end} along axis {axis}, and the checkpoint has "
+                f"{arrays[numbers[name]].shape[axis]}"
             )
     return boxes
 
@@ -140,7 +140,7 @@ def _across(shape: Shape, axis: int) -> Shape:
     return tuple(size for number, size in enumerate(shape) if number != axis)
 
 
-class Verdict(NamedTuple):
+class ShardVerdict(NamedTuple):
     """How the writing of shards ended."""
 
     digests: tuple[bytes, ...]
@@ -156,7 +156,7 @@ class Verdict(NamedTuple):
         return not self.failed and all(self.holders)
 
 
-def judge(ranks: Sequence[int], sizes: Sequence[int], written: Mapping[int, Written]) -> Verdict:
+def judge(ranks: Sequence[int], sizes: Sequence[int], written: Mapping[int, Written]) -> ShardVerdict:
     """Return whether the shards of `ranks`, in their order, with these sizes, are on disk, as remaining ranks told."""
     failed = {rank: told.failure for rank, told in sorted(written.items()) if told.failure}
     digests, holders = [], []
@@ -180,4 +180,4 @@ def judge(ranks: Sequence[int], sizes: Sequence[int], written: Mapping[int, Writ
             failed.setdefault(writer, "it told digests that do not fit its shard")
         digests.append(right if having else b"")
         holders.append(having)
-    return Verdict(tuple(digests), tuple(holders), failed)
+    return ShardVerdict(tuple(digests), tuple(holders), failed)

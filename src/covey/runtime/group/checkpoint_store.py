@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.engine import Engine
     from covey.runtime.collectives.failure import Failure
     from covey.runtime.group.shard_loader import LoadedArrays, ShardLoader
-    from covey.runtime.group.shard_saver import SaveReport, Snapshot
+    from covey.runtime.group.shard_saver import SaveReport, StateCopy
     from covey.wire.shards import SavedArray, StateArray
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -130,7 +130,7 @@ class CheckpointStore:
                     )
                     report = saver.run()
             except BaseException as error:  # the thread ends with its save
-                logger.error("the checkpoint of step %s was not saved: %s", step, error)
+                logger.error("%s failed: %s", work.description, error)
                 work.fail(error)
             else:
                 work.finish(report)
@@ -268,8 +268,8 @@ class CheckpointStore:
         except (ConfigError, TypeError) as error:
             return ConfigError(f"folder={folder!r}: {error}")
 
-    def _copy(self, state: Any, step: int, keep: int, copies: int) -> Snapshot:
-        from covey.runtime.group.shard_saver import Snapshot
+    def _copy(self, state: Any, step: int, keep: int, copies: int) -> StateCopy:
+        from covey.runtime.group.shard_saver import StateCopy
         from covey.runtime.shards import tree as trees
 
         try:
@@ -284,9 +284,9 @@ class CheckpointStore:
             for leaf in leaves:
                 content = np.array(trees.memory_of(leaf.array), order="C", copy=True)
                 arrays.append((_described(leaf, content), content))
-            return Snapshot(structure, arrays)
+            return StateCopy(structure, arrays)
         except Exception as error:  # the other ranks must learn of it before this one raises
-            return Snapshot(failure=error)
+            return StateCopy(failure=error)
 
 
 def _described(leaf: Any, content: Array) -> StateArray:

@@ -21,7 +21,7 @@ WINDOW: Final = 2
 """Chunks under way between two ranks, in each direction."""
 
 
-class Outgoing(NamedTuple):
+class ChunksOut(NamedTuple):
     """The chunks for one rank."""
 
     chunks: int
@@ -29,7 +29,7 @@ class Outgoing(NamedTuple):
     """Returns a chunk; it must have the size that the receiver expects."""
 
 
-class Incoming(NamedTuple):
+class ChunksIn(NamedTuple):
     """The chunks from one rank."""
 
     sizes: Sequence[int]
@@ -38,7 +38,7 @@ class Incoming(NamedTuple):
 
 
 def transfer(
-    exchange: Exchange, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming]
+    exchange: Exchange, outgoing: Mapping[int, ChunksOut], incoming: Mapping[int, ChunksIn]
 ) -> dict[int, Exception]:
     """Send and receive chunks, by rank; return the ranks with which that failed, and why.
 

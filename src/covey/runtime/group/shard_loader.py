@@ -24,28 +24,28 @@ from covey.base.errors import (
 )
 from covey.base.text import printable
 from covey.proto.shards.boxes import Box, elements, overlap
-from covey.proto.shards.choice import candidates, complete, local_needs, needed, none_complete, sendings
+from covey.proto.shards.choice import complete, found_checkpoints, local_needs, needed, none_complete, sendings
 from covey.proto.shards.layout import CheckpointLayout
 from covey.proto.shards.verdict import wanted_boxes
-from covey.runtime.group.chunk_transfer import Incoming, Outgoing, transfer
+from covey.runtime.group.chunk_transfer import ChunksIn, ChunksOut, transfer
 from covey.runtime.group.exchange import Exchange
 from covey.runtime.group.object_moves import ObjectMoves
-from covey.runtime.group.shard_saver import Gathering, place_report, raise_failures, short
+from covey.runtime.group.shard_saver import TermsExchange, folder_report, raise_failures, short
 from covey.runtime.progress_bar import ProgressBar
 from covey.runtime.shards.folder import decode_manifest, digest_of, open_folder, shard_name
 from covey.runtime.shards.tree import put_together
 from covey.wire import objects
-from covey.wire.shards import CHUNK_BYTES, DIGEST_BYTES, Loaded, LoadTerms, StateArray
+from covey.wire.shards import CHUNK_BYTES, DIGEST_BYTES, LoadTerms, StateArray, StillMissing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from covey.proto.shards.choice import Candidate, Need
+    from covey.proto.shards.choice import FoundCheckpoint, Need
     from covey.runtime.group.issuer import Issuer
     from covey.runtime.shards.folder import ShardFolder
     from covey.wire.manifest import Bytes
-    from covey.wire.shards import KeptPart, SavedArray, SavedCheckpoint
+    from covey.wire.shards import CheckpointPart, SavedArray, SavedCheckpoint
 
     Array = np.ndarray[Any, np.dtype[Any]]
     Target = Callable[[SavedArray, Box], Array]
@@ -79,14 +79,14 @@ class ShardLoader:
         """`target` returns the memory for a box of an array. `wanted` is None for everything as it comes."""
         self._issuer, self._path, self._step, self._wanted = issuer, path, step, wanted
         self._failure, self._target, self._deadline, self._progress = failure, target, deadline, progress
-        self._gathering = Gathering(issuer, deadline)
+        self._gathering = TermsExchange(issuer, deadline)
         self._folder: ShardFolder | None = None
         self._attempts = 0
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, lowest first."""
         terms = self._terms()
-        return sorted(each.step for each in complete(candidates(_kept(terms))))
+        return sorted(each.step for each in complete(found_checkpoints(_parts_by_folder(terms))))
 
     def run(self) -> LoadedArrays:
         """Load; all ranks get the same checkpoint, or all the same error.
@@ -97,7 +97,7 @@ class ShardLoader:
         """
         for _ in range(self._issuer.size):
             terms = self._terms()
-            found = candidates(_kept(terms))
+            found = found_checkpoints(_parts_by_folder(terms))
             chosen = next((each for each in complete(found) if self._step in (None, each.step)), None)
             if chosen is None:
                 raise CheckpointError(none_complete(found, self._step, self._hosts(found)))
@@ -114,7 +114,7 @@ class ShardLoader:
             if isinstance(self._path, ConfigError):
                 raise self._path
             self._folder = open_folder(self._path)
-            mine = LoadTerms(step, place_report(self._folder, self._issuer), self._wanted)
+            mine = LoadTerms(step, folder_report(self._folder, self._issuer), self._wanted)
         except Exception as error:  # the other ranks must learn of it before this one raises
             self._failure = error
             mine = LoadTerms(step, failure=short(error))
@@ -129,7 +129,7 @@ class ShardLoader:
                 )
         return terms
 
-    def _hosts(self, found: Sequence[Candidate]) -> dict[tuple[str, int], Sequence[str]]:
+    def _hosts(self, found: Sequence[FoundCheckpoint]) -> dict[tuple[str, int], Sequence[str]]:
         """Return which machines got each shard, by checkpoint; the same on all ranks."""
         assert self._folder is not None
         own = {each.part.id: each.saved for each in self._folder.parts() if each.saved is not None}
@@ -149,7 +149,7 @@ class ShardLoader:
                     hosts.setdefault((save_id, int(number)), [str(name)[:100] for name in names[:8]])
         return hosts
 
-    def _load(self, terms: Mapping[int, LoadTerms], chosen: Candidate, steps: list[int]) -> LoadedArrays | None:
+    def _load(self, terms: Mapping[int, LoadTerms], chosen: FoundCheckpoint, steps: list[int]) -> LoadedArrays | None:
         """Load a checkpoint among these ranks; None if one of them was lost meanwhile."""
         ranks, me = sorted(terms), self._issuer.rank
         place_of = {rank: each.report.place for rank, each in terms.items() if each.report is not None}
@@ -171,17 +171,17 @@ class ShardLoader:
         damaged: set[tuple[bytes, int]] = set()
         reading, failure = None, ""
         try:
-            reading = _Reading(saved, layout, boxes[me], todo[me], self._target)
+            reading = _WantedArrays(saved, layout, boxes[me], todo[me], self._target)
         except (MemoryError, TypeError, CoveyError) as error:  # the program's memory does not fit
             failure = short(error)
         size = sum(layout.chunk_bytes(*need) for need in todo[me])
         with ProgressBar(f"loading step {saved.step}", size, self._progress) as bar:
             while True:
-                mine = Loaded(failure=failure)
+                mine = StillMissing(failure=failure)
                 if reading is not None:
-                    source = _Source(self._folder, saved, layout)
-                    mine = self._round(reading, source, _Round(todo, place_of, at, chosen.holders, damaged), bar)
-                told: dict[int, Loaded] = self._gathering.of(mine)
+                    source = _LocalShards(self._folder, saved, layout)
+                    mine = self._round(reading, source, _FetchRound(todo, place_of, at, chosen.holders, damaged), bar)
+                told: dict[int, StillMissing] = self._gathering.of(mine)
                 if set(told) != set(ranks):
                     return None
                 raise_failures({rank: each.failure for rank, each in told.items()}, "no checkpoint was loaded")
@@ -209,7 +209,7 @@ class ShardLoader:
             files=tuple(shard_name(number, len(saved.shards)) for number in gone),
         )
 
-    def _manifest(self, chosen: Candidate, place_of: Mapping[int, bytes]) -> SavedCheckpoint:
+    def _manifest(self, chosen: FoundCheckpoint, place_of: Mapping[int, bytes]) -> SavedCheckpoint:
         """Return the manifest, which the first rank that has it sends to all."""
         root = min(rank for rank, place in place_of.items() if place in chosen.manifests)
         sent: Any = b""
@@ -227,7 +227,7 @@ class ShardLoader:
             raise RemoteProtocolError(f"rank {root} sent another manifest than it told of")
         return decode_manifest(sent, f"the manifest of step {chosen.step}")
 
-    def _round(self, reading: _Reading, source: _Source, plan: _Round, bar: ProgressBar) -> Loaded:
+    def _round(self, reading: _WantedArrays, source: _LocalShards, plan: _FetchRound, bar: ProgressBar) -> StillMissing:
         """Read and fetch what this rank lacks, and send the others what they lack; return what is still missing."""
         me = self._issuer.rank
         own = plan.place_of[me]
@@ -253,17 +253,17 @@ class ShardLoader:
             if move.receiver == me:
                 incoming.setdefault(move.sender, []).append((move.shard, move.chunk))
 
-        def taking(sender: int, needs: Sequence[Need]) -> Incoming:
+        def taking(sender: int, needs: Sequence[Need]) -> ChunksIn:
             def take(number: int, chunk: Bytes) -> None:
                 if reading.take(needs[number], chunk):
                     bar.show(chunk.size)
                 else:
                     bad.add((plan.place_of[sender], needs[number][0]))
 
-            return Incoming([source.size(need) for need in needs], take)
+            return ChunksIn([source.size(need) for need in needs], take)
 
-        def sending(needs: Sequence[Need]) -> Outgoing:
-            return Outgoing(len(needs), lambda number: source.chunk(needs[number]))
+        def sending(needs: Sequence[Need]) -> ChunksOut:
+            return ChunksOut(len(needs), lambda number: source.chunk(needs[number]))
 
         self._attempts += 1
         with Exchange(self._issuer, self._attempts, self._deadline) as exchange:
@@ -275,10 +275,10 @@ class ShardLoader:
         for rank, error in failed.items():
             if not isinstance(error, PeerLostError):  # it sent chunks of another size
                 bad.update((plan.place_of[rank], shard) for shard, _ in incoming.get(rank, ()))
-        return Loaded(reading.missing, tuple(sorted(bad)))
+        return StillMissing(reading.missing, tuple(sorted(bad)))
 
 
-class _Round(NamedTuple):
+class _FetchRound(NamedTuple):
     """What all ranks know when they begin to fetch."""
 
     todo: Mapping[int, Sequence[Need]]
@@ -289,7 +289,7 @@ class _Round(NamedTuple):
     damaged: set[tuple[bytes, int]]
 
 
-def _kept(terms: Mapping[int, LoadTerms]) -> dict[bytes, Sequence[KeptPart]]:
+def _parts_by_folder(terms: Mapping[int, LoadTerms]) -> dict[bytes, Sequence[CheckpointPart]]:
     return {each.report.place: each.report.kept for each in terms.values() if each.report is not None}
 
 
@@ -299,7 +299,7 @@ def _intact(
     return any(place in at and (place, shard) not in damaged for place in holders)
 
 
-class _Source:
+class _LocalShards:
     """The chunks that are on the disk of this machine. One that cannot be read is all zeros, which is noticed."""
 
     def __init__(self, folder: ShardFolder | None, saved: SavedCheckpoint, layout: CheckpointLayout) -> None:
@@ -317,7 +317,7 @@ class _Source:
         return np.frombuffer(data if len(data) == size else bytes(size), np.uint8)
 
 
-class _Target:
+class _WantedPiece:
     """The memory of one piece until all of it that is wanted has come: the program's own if possible, else apart."""
 
     def __init__(self, target: Array, wanted: Box, held: Box, inner: Box, itemsize: int) -> None:
@@ -345,7 +345,7 @@ class _Target:
             self._memory = None
 
 
-class _Reading:
+class _WantedArrays:
     """The arrays of one rank while their chunks come."""
 
     def __init__(
@@ -359,7 +359,7 @@ class _Reading:
         self._saved, self._layout = saved, layout
         self._missing = set(needs)
         self.targets = {number: target(saved.arrays[number], box) for number, box in wanted.items()}
-        self._pieces: dict[Need, list[tuple[int, _Target]]] = {}
+        self._pieces: dict[Need, list[tuple[int, _WantedPiece]]] = {}
         """By chunk: where each of its pieces begins in the file, and how its memory is made."""
         for array, box in wanted.items():
             for shard, place in layout.by_array.get(array, ()):
@@ -367,7 +367,7 @@ class _Reading:
                 inner = overlap(held, box)
                 if inner is not None:
                     size = layout.itemsize(array)
-                    piece = _Target(self.targets[array], box, held, inner, size)
+                    piece = _WantedPiece(self.targets[array], box, held, inner, size)
                     first, end = elements(inner, held)
                     for chunk in range(
                         (start + first * size) // CHUNK_BYTES, (start + end * size - 1) // CHUNK_BYTES + 1

@@ -33,10 +33,10 @@ from covey.base.text import printable
 from covey.net.host.descriptors import explain
 from covey.net.host.locks import try_lock
 from covey.net.host.run_notes import note_checkpoint
-from covey.proto.shards.choice import Candidate, candidates, next_serial, to_delete
-from covey.proto.shards.layout import copy_targets, file_layout, places_of, share_out
+from covey.proto.shards.choice import FoundCheckpoint, found_checkpoints, next_serial, to_delete
+from covey.proto.shards.layout import copy_targets, file_layout, folders_of, share_out
 from covey.proto.shards.verdict import judge, whole_arrays
-from covey.runtime.group.chunk_transfer import Incoming, Outgoing, transfer
+from covey.runtime.group.chunk_transfer import ChunksIn, ChunksOut, transfer
 from covey.runtime.group.exchange import Exchange
 from covey.runtime.group.object_moves import ObjectMoves
 from covey.runtime.shards.folder import checkpoint_name, digest_of, open_folder
@@ -44,7 +44,7 @@ from covey.runtime.shards.tree import first_difference
 from covey.wire import objects
 from covey.wire.shards import (
     CHUNK_BYTES,
-    PlaceReport,
+    FolderReport,
     SavedCheckpoint,
     SavedPiece,
     SavedShard,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from covey.proto.shards.boxes import Box
-    from covey.proto.shards.layout import Piece, Place
+    from covey.proto.shards.layout import RanksFolder, ShardPiece
     from covey.proto.shards.safetensors import FileLayout
     from covey.runtime.group.issuer import Issuer
     from covey.runtime.shards.folder import ShardFolder, ShardWriter
@@ -88,7 +88,7 @@ class SaveReport:
     seconds: float
 
 
-class Snapshot:
+class StateCopy:
     """A copy of the state of one rank, as it is saved; or why there is none."""
 
     def __init__(
@@ -99,12 +99,12 @@ class Snapshot:
         self.contents = tuple(content for _, content in arrays)
 
 
-def place_report(folder: ShardFolder, issuer: Issuer, *, with_parts: bool = True) -> PlaceReport:
+def folder_report(folder: ShardFolder, issuer: Issuer, *, with_parts: bool = True) -> FolderReport:
     """Return what a rank tells of its folder."""
     roster = issuer.engine.roster
     kept = tuple(each.part for each in folder.parts()) if with_parts else ()
     name = roster.host_name(roster.rank) or os.uname().nodename
-    return PlaceReport(folder.place, roster.host(roster.rank)[:TEXT_LIMIT], printable(name)[:TEXT_LIMIT], kept)
+    return FolderReport(folder.identity, roster.host(roster.rank)[:TEXT_LIMIT], printable(name)[:TEXT_LIMIT], kept)
 
 
 def short(error: Exception) -> str:
@@ -113,7 +113,7 @@ def short(error: Exception) -> str:
     return printable(text or type(error).__name__)[:TEXT_LIMIT]
 
 
-class Gathering:
+class TermsExchange:
     """What the ranks of one save or load tell each other."""
 
     def __init__(self, issuer: Issuer, deadline: float) -> None:
@@ -141,7 +141,7 @@ class ShardSaver:
         self,
         issuer: Issuer,
         path: Path | ConfigError,
-        snapshot: Snapshot,
+        snapshot: StateCopy,
         *,
         step: int,
         keep: int,
@@ -156,7 +156,7 @@ class ShardSaver:
         self._issuer, self._path, self._snapshot = issuer, path, snapshot
         self._step, self._keep, self._copies, self._deadline = step, keep, copies, deadline
         self._live = live
-        self._gathering = Gathering(issuer, deadline)
+        self._gathering = TermsExchange(issuer, deadline)
         self._folder: ShardFolder | None = None
         self._made: list[str] = []
         """The checkpoints that this save has begun in the folder, and not finished."""
@@ -189,7 +189,7 @@ class ShardSaver:
             if isinstance(self._path, ConfigError):
                 raise self._path
             self._folder = open_folder(self._path)
-            report = place_report(self._folder, self._issuer)
+            report = folder_report(self._folder, self._issuer)
             tree = objects.encode(self._snapshot.tree)
             return SaveTerms(*plain, report, self._snapshot.arrays, tree, self._live)
         except Exception as error:  # the other ranks must learn of it before this one raises
@@ -202,7 +202,7 @@ class ShardSaver:
         ranks, me = sorted(terms), self._issuer.rank
         pieces = share_out(arrays, ranks, owned)
         reports = {rank: each.report for rank, each in terms.items() if each.report is not None}
-        places = places_of({rank: (report.place, report.host) for rank, report in reports.items()})
+        places = folders_of({rank: (report.place, report.host) for rank, report in reports.items()})
         own = next(place for place in places if me in place.ranks)
         targets = copy_targets(places, self._copies)
         layouts = {rank: file_layout(arrays, pieces[rank]) for rank in ranks}
@@ -254,7 +254,7 @@ class ShardSaver:
                 return None
             self._made.remove(save_id)
             if leads:
-                new = Candidate(saved.serial, self._step, save_id, b"", (own.id,), ((own.id,),))
+                new = FoundCheckpoint(saved.serial, self._step, save_id, b"", (own.id,), ((own.id,),))
                 self._prune(kept, own, new)
         path = folder.path / checkpoint_name(self._step, save_id)
         if leads:
@@ -323,7 +323,7 @@ class ShardSaver:
         attempt: int,
         save_id: str,
         ranks: Sequence[int],
-        pieces: Mapping[int, Sequence[Piece]],
+        pieces: Mapping[int, Sequence[ShardPiece]],
         layouts: Mapping[int, FileLayout],
         targets: Mapping[int, Sequence[int]],
         boxes: Sequence[tuple[int, Box]],
@@ -353,7 +353,7 @@ class ShardSaver:
             with Exchange(self._issuer, attempt, self._deadline) as exchange:
                 failed = transfer(
                     exchange,
-                    {rank: Outgoing(source.chunks, source.chunk) for rank in targets[me]},
+                    {rank: ChunksOut(source.chunks, source.chunk) for rank in targets[me]},
                     {rank: self._copying(layouts[rank].nbytes, writers[rank], digests[rank]) for rank in senders},
                 )
             for rank, writer in writers.items():
@@ -375,7 +375,7 @@ class ShardSaver:
         return Written(b"".join(digests[me]), copies, "; ".join(problems)[:TEXT_LIMIT], time.time())
 
     @staticmethod
-    def _copying(nbytes: int, writer: ShardWriter, digests: list[bytes]) -> Incoming:
+    def _copying(nbytes: int, writer: ShardWriter, digests: list[bytes]) -> ChunksIn:
         """Return what writes the chunks of another rank's shard, which may come in any order, in theirs."""
         sizes = [min(CHUNK_BYTES, nbytes - start) for start in range(0, nbytes, CHUNK_BYTES)]
         waiting: dict[int, bytes] = {}
@@ -386,7 +386,7 @@ class ShardSaver:
                 digests.append(digest_of(next_one))
                 writer.write(next_one)
 
-        return Incoming(sizes, take)
+        return ChunksIn(sizes, take)
 
     def _commit(self, saved: SavedCheckpoint, *, leads: bool) -> str:
         """Write the manifest, if this rank is the one that does; return why that failed."""
@@ -398,10 +398,10 @@ class ShardSaver:
                 return f"{self._folder.path}: {explain(error)}"
         return ""
 
-    def _prune(self, kept: Mapping[bytes, Any], own: Place, new: Candidate) -> None:
+    def _prune(self, kept: Mapping[bytes, Any], own: RanksFolder, new: FoundCheckpoint) -> None:
         """Delete what is old on this machine. What cannot be deleted stays for the next save."""
         assert self._folder is not None
-        old = to_delete(kept[own.id], candidates(kept), new, self._keep)
+        old = to_delete(kept[own.id], found_checkpoints(kept), new, self._keep)
         with contextlib.suppress(OSError):
             self._folder.delete([*old, *self._made])
 
@@ -436,7 +436,7 @@ class _ShardSource:
     """The bytes of the file that a rank writes, chunk by chunk, out of its arrays."""
 
     def __init__(
-        self, layout: FileLayout, pieces: Sequence[Piece], contents: Sequence[Array], boxes: Mapping[int, Box]
+        self, layout: FileLayout, pieces: Sequence[ShardPiece], contents: Sequence[Array], boxes: Mapping[int, Box]
     ) -> None:
         """`boxes` say which part of a sharded array its content is."""
         self._layout = layout
@@ -445,7 +445,7 @@ class _ShardSource:
         for piece, start in zip(pieces, layout.starts, strict=True):
             box = boxes.get(piece.array)
             content = contents[piece.array]
-            parts.append((start, _Piece(content, piece.box if box is None else piece.box.within(box))))
+            parts.append((start, _PieceBytes(content, piece.box if box is None else piece.box.within(box))))
         self._parts = parts
 
     def chunk(self, number: int) -> Bytes:
@@ -470,7 +470,7 @@ class _ShardSource:
         return low
 
 
-class _Piece:
+class _PieceBytes:
     """The bytes of a box of an array; those of a box that is not contiguous are copied once."""
 
     def __init__(self, content: Array, box: Box) -> None:

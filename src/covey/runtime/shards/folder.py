@@ -31,7 +31,7 @@ from covey.wire.shards import (
     DIGEST_BYTES,
     KEPT_LIMIT,
     MANIFEST_LIMIT,
-    KeptPart,
+    CheckpointPart,
     SavedCheckpoint,
     decode_saved_checkpoint,
     encode_saved_checkpoint,
@@ -97,7 +97,7 @@ class SavedPart(NamedTuple):
     """What this machine has of a checkpoint, as it is listed."""
 
     name: str
-    part: KeptPart
+    part: CheckpointPart
     saved: SavedCheckpoint | None
     """None without a manifest."""
 
@@ -208,11 +208,11 @@ class ShardFolder:
         self.path = path
 
     @property
-    def place(self) -> bytes:
+    def identity(self) -> bytes:
         """What names the folder; made by the first that asks."""
         path = self.path / PLACE
         with contextlib.suppress(FileNotFoundError):
-            return self._place(path)
+            return self._read_identity(path)
         hidden = self.path / f".{PLACE}.{secrets.token_hex(4)}"
         descriptor = _create(hidden)
         try:
@@ -224,9 +224,9 @@ class ShardFolder:
             os.close(descriptor)
             os.unlink(hidden)
         sync_folder(self.path)
-        return self._place(path)
+        return self._read_identity(path)
 
-    def _place(self, path: Path) -> bytes:
+    def _read_identity(self, path: Path) -> bytes:
         """Return the name. A copy of the folder has another one, because the file has another number there."""
         data = _read_file(path, PLACE_BYTES)
         if len(data) != PLACE_BYTES:
@@ -298,7 +298,7 @@ class ShardFolder:
                         files.append((int(match[1]), status.st_size))
         sizes = () if saved is None else tuple(shard.nbytes for shard in saved.shards)
         serial = 0 if saved is None else saved.serial
-        return SavedPart(name, KeptPart(save_id, step, serial, digest, sizes, tuple(files)), saved)
+        return SavedPart(name, CheckpointPart(save_id, step, serial, digest, sizes, tuple(files)), saved)
 
     def delete(self, save_ids: Sequence[str]) -> None:
         """Delete what is here of checkpoints, and the rest of earlier deletions."""
