@@ -45,11 +45,13 @@ if TYPE_CHECKING:
 
 SHARDS_FORMAT: Final = 1
 """The format of manifests, and of all that belongs to them."""
-MANIFEST, PLACE = "manifest", "place"
+MANIFEST, IDENTITY = "manifest", "place"
+CHECKPOINTS: Final = "checkpoints"
+"""The folder below that of covey itself with those of runs."""
 _NAME: Final = re.compile(r"step-(\d{10,19})\.([0-9a-f]{16})")
 _SHARD: Final = re.compile(r"shard-(\d{5})-of-(\d{5})\.safetensors")
 _LINE_LIMIT: Final = 1000
-PLACE_BYTES: Final = 16
+IDENTITY_BYTES: Final = 16
 
 
 def digest_of(data: Any) -> bytes:
@@ -57,11 +59,17 @@ def digest_of(data: Any) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
+def folders_of_runs() -> list[Path]:
+    """Return the folders of all runs of this machine that have checkpoints, by name."""
+    base = folders.existing() / CHECKPOINTS
+    return sorted(path for path in base.iterdir() if (path / IDENTITY).is_file()) if base.is_dir() else []
+
+
 def default_folder(name: str, identity: str) -> Path:
     """Return the folder of a run below covey's own; `identity` tells runs of one name apart."""
     plain = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:60] or "run"
     key = hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()
-    return folders.home_path() / "checkpoints" / f"{plain}-{key}"
+    return folders.home_path() / CHECKPOINTS / f"{plain}-{key}"
 
 
 def encode_manifest(saved: SavedCheckpoint) -> bytes:
@@ -210,13 +218,13 @@ class ShardFolder:
     @property
     def identity(self) -> bytes:
         """What names the folder; made by the first that asks."""
-        path = self.path / PLACE
+        path = self.path / IDENTITY
         with contextlib.suppress(FileNotFoundError):
             return self._read_identity(path)
-        hidden = self.path / f".{PLACE}.{secrets.token_hex(4)}"
+        hidden = self.path / f".{IDENTITY}.{secrets.token_hex(4)}"
         descriptor = _create(hidden)
         try:
-            _write_all(descriptor, secrets.token_bytes(PLACE_BYTES))
+            _write_all(descriptor, secrets.token_bytes(IDENTITY_BYTES))
             os.fsync(descriptor)
             with contextlib.suppress(FileExistsError):  # another rank was first
                 os.link(hidden, path)
@@ -228,10 +236,10 @@ class ShardFolder:
 
     def _read_identity(self, path: Path) -> bytes:
         """Return the name. A copy of the folder has another one, because the file has another number there."""
-        data = _read_file(path, PLACE_BYTES)
-        if len(data) != PLACE_BYTES:
+        data = _read_file(path, IDENTITY_BYTES)
+        if len(data) != IDENTITY_BYTES:
             raise ConfigError(f"{path} is damaged; move the folder {self.path} away, or choose another with folder=")
-        return hashlib.blake2b(data + b"%d" % os.stat(path).st_ino, digest_size=PLACE_BYTES).digest()
+        return hashlib.blake2b(data + b"%d" % os.stat(path).st_ino, digest_size=IDENTITY_BYTES).digest()
 
     def begin(self, step: int, save_id: str) -> None:
         """Make the folder of a checkpoint; another rank may have made it."""
@@ -241,7 +249,11 @@ class ShardFolder:
 
     def writer(self, step: int, save_id: str, index: int, count: int) -> ShardWriter:
         """Return what writes a shard of a checkpoint."""
-        return ShardWriter(self.path / checkpoint_name(step, save_id) / shard_name(index, count))
+        return ShardWriter(self.shard_path(step, save_id, shard_name(index, count)))
+
+    def shard_path(self, step: int, save_id: str, name: str) -> Path:
+        """Return where the file of a shard is."""
+        return self.path / checkpoint_name(step, save_id) / name
 
     def sync(self, step: int, save_id: str) -> None:
         """Sync the names of shards to disk."""
@@ -257,7 +269,7 @@ class ShardFolder:
 
     def read_chunk(self, step: int, save_id: str, shard: tuple[int, int], chunk: int, size: int) -> bytes:
         """Return a chunk of a shard (its number, of how many); fewer bytes than `size` if the file is too short."""
-        path = self.path / checkpoint_name(step, save_id) / shard_name(*shard)
+        path = self.shard_path(step, save_id, shard_name(*shard))
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             parts, at, left = [], chunk * CHUNK_BYTES, size
@@ -317,8 +329,10 @@ def open_folder(path: Path) -> ShardFolder:
     Raises:
         ConfigError: it cannot be made.
     """
+    if path.parent == folders.home_path() / CHECKPOINTS:
+        folders.private_folder(folders.home() / CHECKPOINTS)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
             sync_folder(path.parent)
