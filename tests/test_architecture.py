@@ -66,6 +66,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "runtime": {
         "metrics": set(),
         "links": set(),
+        "shards": set(),
         "state": {"links"},
         "peers": {"state", "links", "metrics"},
         "views": {"peers", "state", "links", "metrics"},
@@ -76,7 +77,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "compressed": {"collectives"},
         "group": {
             *("calls", "compressed", "collectives", "messages", "lanes", "views", "peers", "state"),
-            *("links", "metrics"),
+            *("links", "metrics", "shards"),
         },
         "joining": {
             *("group", "calls", "collectives", "messages", "lanes", "views", "peers", "state", "links"),
@@ -119,7 +120,7 @@ THIRD_PARTY = {
     "wire": {"numpy", "msgspec", "cryptography"},
     "plan": set(),
     "compress": {"numpy", "ml_dtypes"},
-    "proto": {"numpy"},
+    "proto": {"numpy", "ml_dtypes"},
     "net": {"numpy", "msgspec", "cryptography", "zeroconf", "ifaddr", "qh3"},
     "runtime": {"numpy", "rich", "prometheus_client", "opentelemetry", "qh3", "h11", "cloudpickle", "IPython"},
     "metrics": {"prometheus_client"},

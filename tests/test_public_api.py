@@ -25,7 +25,7 @@ PUBLIC = {
     *("generations", "launch", "run_on", "Group", "Work", "Event", "ANY"),
     *("CoveyError", "Remedy", "AuthError", "BusyError", "ClosedError", "ConfigError", "ConnectError", "DeadlineError"),
     *("GroupChangedError", "MismatchError", "PeerLostError", "QuorumLostError", "RankFailedError"),
-    *("RemoteProtocolError", "SplitRunError", "load_state"),
+    *("RemoteProtocolError", "SplitRunError", "load_state", "CheckpointError", "Shard"),
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
     *("Election", "Mesh", "Member", "MemberHealth", "PeerLink", "LanePath", "Checkpoint"),
@@ -47,7 +47,7 @@ GROUP = {
     *("send", "recv", "send_object", "recv_object", "sendrecv", "probe", "iprobe", "split", "close"),
     *("split_async", "restore_async", "close_async"),
     *("node", "call", "metrics"),
-    *("checkpoint_pending", "request_checkpoint", "end_checkpoint"),
+    *("checkpoint", "checkpoint_pending", "request_checkpoint", "end_checkpoint"),
     "report",
 }
 NODE = {

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         CallCancelledError,
         CallRefusedError,
         CancelledError,
+        CheckpointError,
         ClosedError,
         ConfigError,
         ConnectError,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from covey.runtime.joining.generations import generations
     from covey.runtime.keeper.launch import launch
     from covey.runtime.metrics.pages import serve_http
+    from covey.runtime.shards.tree import Shard
     from covey.runtime.shutdown import on_shutdown, shutdown
     from covey.runtime.work import Work, wait_all, wait_any
 
@@ -82,6 +84,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "CallWork",
     "CancelledError",
     "Checkpoint",
+    "CheckpointError",
     "ClosedError",
     "Codec",
     "ConfigError",
@@ -122,6 +125,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "Remedy",
     "RemoteCallError",
     "RemoteProtocolError",
+    "Shard",
     "SplitRunError",
     "Strategy",
     "Threshold",
@@ -156,6 +160,7 @@ _HOMES = {
     "CallStream": "covey.runtime.calls.work",
     "CallWork": "covey.runtime.calls.work",
     "Checkpoint": "covey.proto.checkpointing",
+    "Shard": "covey.runtime.shards.tree",
     "Codec": "covey.compress.codec",
     "Election": "covey.runtime.group.node",
     "ErrorFeedback": "covey.compress.feedback",

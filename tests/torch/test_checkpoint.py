@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from covey.base.errors import ConfigError
+from covey.base.errors import CheckpointError, ConfigError
 from covey.net.host.run_notes import noted_checkpoints
-from covey.torch.training.checkpoint import CheckpointError, latest, load, save, steps
+from covey.torch.training.checkpoint import latest, load, save, steps
 from covey.torch.training.sampler import ElasticSampler
 
 Point = collections.namedtuple("Point", "x y")

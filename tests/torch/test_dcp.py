@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import covey
 import covey.torch
-from covey.base.errors import ConfigError
-from covey.torch.training.checkpoint import CheckpointError, steps
+from covey.base.errors import CheckpointError, ConfigError
+from covey.torch.training.checkpoint import steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,6 +13,7 @@ CoveyError
 ├── QuorumLostError      too few members remain to continue safely             REGROUP
 ├── SplitRunError        an older run of the same name exists                  STOP
 ├── ClosedError          the group was closed, revoked, or ended by a failure  REGROUP
+├── CheckpointError      a checkpoint is not written, not there or damaged     STOP
 ├── RankFailedError      a launched process failed                             STOP
 ├── RemoteCallError      a function that was called on another node raised     STOP
 ├── CallRefusedError     a call between nodes cannot work                      FIX
@@ -111,6 +112,19 @@ class PeerLostError(CoveyError):
         self.host = host
         self.operation = operation
         self.sequence = sequence
+
+
+class CheckpointError(CoveyError):
+    """A checkpoint could not be written, there is no complete one, or its files are damaged."""
+
+    remedy = Remedy.STOP
+
+    def __init__(self, message: str, *, files: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.files = files
+        """The damaged files."""
+        self.ranks = ranks
+        """The ranks that could not write their part."""
 
 
 class GroupChangedError(CoveyError):

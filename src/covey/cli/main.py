@@ -48,7 +48,7 @@ COMMANDS: Final = {
     "top": "Watch runs in the terminal: who waits for whom, losses, curves, links, output.",
     "ui": "Show machines and runs in a browser.",
     "trace": "Show the last operations of all ranks, and which rank waited for which.",
-    "checkpoint": "Ask all ranks of a run to save a checkpoint.",
+    "checkpoint": "Ask all ranks of a run to save a checkpoint, or look at those on this machine.",
     "doctor": "Explain why a run waits, or why machines do not find each other.",
     "config": "Print the settings in effect, and where each comes from.",
     "clusters": "List the clusters that this machine is in.",

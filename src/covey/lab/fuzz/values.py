@@ -30,6 +30,7 @@ LIKELY_TEXTS: Final = (
     "received",
     "keeper",
     "12",
+    "0123456789abcdef",
 )
 """For a type with a pattern, only the texts that match are used."""
 NUMBERS: Final = (0, 0, 0, 1, 1, 2, 3, 5, 64, 127)

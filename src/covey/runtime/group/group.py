@@ -20,6 +20,7 @@ from covey.runtime import loop as control
 from covey.runtime.buffers import readable
 from covey.runtime.fault import Fault, describe, ending_error, is_failure
 from covey.runtime.group import movements
+from covey.runtime.group.checkpoint_store import CheckpointStore
 from covey.runtime.group.checkpoints import CheckpointRequests
 from covey.runtime.group.gradients import Gradients
 from covey.runtime.group.introspection import Introspection, Reports
@@ -146,6 +147,7 @@ class Group:
         is_fresh: bool = False,
         parent: Group | None = None,
         parent_ranks: tuple[int, ...] | None = None,
+        cluster_run: str = "",
     ) -> None:
         """`home` is the run of this process; None if the process is alone.
 
@@ -153,6 +155,7 @@ class Group:
 
         `on_close` may return an error to raise. `is_fresh`: this rank joined the run with this group, so that `restore`
         does not count its state. `parent` is the group that it was split from, and `parent_ranks` its ranks there.
+        `cluster_run` is the name of the run, if it is one of a cluster.
         """
         self._engine, self._home, self._local_rank, self._is_fresh = engine, home, local_rank, is_fresh
         self._before_close, self._on_close = before_close, on_close
@@ -171,6 +174,7 @@ class Group:
         self._survival = Survival(engine, None if home is None else home.tell_keeper_of_survival)
         checkpoints, is_alone = None if home is None else home.checkpoints, home is None and parent_ranks is None
         self._checkpoints = CheckpointRequests(engine, checkpoints, is_alone=is_alone)
+        self._store = CheckpointStore(engine, cluster_run, is_split=parent_ranks is not None)
         self._operations: dict[Callable[..., Any], Callable[..., Any]] = {}
         """By operation of a part: what carries it out."""
         operations = (self._reductions, self._moves, self._objects, self._messages, self._gradients)
@@ -381,7 +385,8 @@ class Group:
             DeadlineError: a live rank did not call it in time.
         """
         made, number = self._survival.shrink(timeout)
-        return type(self)(made, self._home, local_rank=self._local_rank), number
+        run = self._store.run
+        return type(self)(made, self._home, local_rank=self._local_rank, cluster_run=run), number
 
     def agree(self, flag: bool, *, timeout: float | None = None) -> bool:
         """Return whether `flag` is true on all remaining ranks; all get the same answer, also in a failed group."""
@@ -428,6 +433,11 @@ class Group:
     end_checkpoint = _checkpoints.end_checkpoint
 
     @property
+    def checkpoint(self) -> CheckpointStore:
+        """Saves the state of all ranks and loads it, without a folder that they share: `save`, `load`, `steps`."""
+        return self._store
+
+    @property
     def checkpoint_pending(self) -> Checkpoint | None:
         """The checkpoint that this rank is to save now, or None.
 
@@ -457,6 +467,7 @@ class Group:
             self._tell_failure(error)
         if error is None:
             self._engine.confirm()
+        self._store.close(is_finished=error is None)
         if self._before_close is not None:
             self._before_close(error is None)
         self._survival.close()

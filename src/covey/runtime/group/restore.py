@@ -265,7 +265,15 @@ def save_state(state: Mapping[str, Any], name: str) -> str:
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a state that covey saved when a run had to end (`SplitRunError.saved`): arrays and values by name."""
+    """Return a state that covey saved when a run had to end (`SplitRunError.saved`): arrays and values by name.
+
+    Or that of a file of safetensors, such as `covey checkpoint pull` writes.
+    """
+    with open(path, "rb") as file:
+        if file.read(2) != b"PK":  # no archive of numpy
+            from covey.runtime.shards.pulled import load_pulled
+
+            return load_pulled(path)  # type: ignore[no-any-return]
     by_name = {dtype.name: dtype for dtype in DTYPES}
     state: dict[str, Any] = {}
     with np.load(path, allow_pickle=False) as contents:

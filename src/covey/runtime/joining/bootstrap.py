@@ -289,7 +289,15 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True, functions: F
         atexit.unregister(group.close)
         return next((error for error in errors if error is not None), None)
 
-    group = Group(engine, node, local_rank=local_rank, before_close=leave, on_close=on_close, is_fresh=is_fresh)
+    run = node.run if node.cluster else ""
+    group = Group(
+        *(engine, node),
+        local_rank=local_rank,
+        before_close=leave,
+        on_close=on_close,
+        is_fresh=is_fresh,
+        cluster_run=run,
+    )
     atexit.register(group.close)
     shutdown.arm()
     return group

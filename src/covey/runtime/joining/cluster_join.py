@@ -44,7 +44,8 @@ def join_run(target: JoinTarget) -> Group:
     assert wanted is not None
     check_demanded(config)
     if wanted.size == 1:
-        return _ready(Group(Engine(None, 0, (Seat(0),), wanted.name, config), None, local_rank=0))
+        engine = Engine(None, 0, (Seat(0),), wanted.name, config)
+        return _ready(Group(engine, None, local_rank=0, cluster_run=wanted.name))
     env = effective_environment()
     cluster = target.options.find(env)
     ports = ports_from(env.get("COVEY_PORT", ""))

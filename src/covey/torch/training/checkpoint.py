@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from covey.base.errors import ConfigError, CoveyError, DeadlineError, Remedy
+from covey.base.errors import CheckpointError, ConfigError, DeadlineError
 from covey.net.host.run_notes import note_checkpoint
 from covey.torch.training.checkpoint_files import (
     STRUCTURE,
@@ -57,16 +57,6 @@ APART_SECONDS = 300.0
 """How long an asynchronous save waits for the other ranks."""
 EARLIER_TENSOR_KEYS = {("covey.torch.structure", "Slot"), ("covey.torch.training.structure", "Slot")}
 """The names of `TensorKey` in checkpoints of earlier versions."""
-
-
-class CheckpointError(CoveyError):
-    """A checkpoint could not be written, or its files are damaged; `files` names the damaged ones."""
-
-    remedy = Remedy.STOP
-
-    def __init__(self, message: str, *, files: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.files = files
 
 
 class Saving:
