@@ -32,7 +32,7 @@ CLEARLY: Final = 1.05
 """What is gained has to be more than this, or it is not worth a word: figures are not more exact."""
 
 
-class Member(NamedTuple):
+class Learner(NamedTuple):
     """A machine that trains."""
 
     step_seconds: float
@@ -41,7 +41,7 @@ class Member(NamedTuple):
     """How many samples it trains on in a step."""
 
 
-class Line(NamedTuple):
+class SlowestLine(NamedTuple):
     """What the slowest member sends to the others, while it receives as much."""
 
     bytes_per_second: float
@@ -65,7 +65,7 @@ OUTER_CODECS: Final = (EXACT, CodecCost("int8", 0.254), CodecCost("int4", 0.129)
 """What is considered for the changes of a period, which are larger against the rounding."""
 
 
-class Way(NamedTuple):
+class TrainingWay(NamedTuple):
     """A way to train, and what it is predicted to bring."""
 
     kind: str
@@ -94,20 +94,20 @@ class Way(NamedTuple):
         return f"DDP{codec}" if self.kind == "ddp" else f"DiLoCo{codec} every {self.every} steps"
 
 
-def exchange_seconds(members: int, nbytes: float, line: Line) -> float:
+def exchange_seconds(members: int, nbytes: float, line: SlowestLine) -> float:
     """Return how long a mean over the members takes: each sends and receives 2 (n - 1) / n of it, in as many rounds."""
     if members < 2:
         return 0.0
     return 2 * (members - 1) / members * nbytes / line.bytes_per_second + (members - 1) * line.round_trip
 
 
-def alone(members: Sequence[Member]) -> Way:
+def alone(members: Sequence[Learner]) -> TrainingWay:
     """Predict the fastest machine without the others."""
     best = max(members, key=lambda member: member.samples / member.step_seconds)
-    return Way("alone", "", 1, best.step_seconds, best.samples / best.step_seconds, 1.0)
+    return TrainingWay("alone", "", 1, best.step_seconds, best.samples / best.step_seconds, 1.0)
 
 
-def ddp(members: Sequence[Member], nbytes: float, line: Line, codec: CodecCost = EXACT) -> Way:
+def ddp(members: Sequence[Learner], nbytes: float, line: SlowestLine, codec: CodecCost = EXACT) -> TrainingWay:
     """Predict DistributedDataParallel: buckets are sent one after another, as soon as the slowest member has them."""
     slowest = max(member.step_seconds for member in members)
     begin, length = slowest * (1 - BACKWARD), slowest * BACKWARD
@@ -119,10 +119,12 @@ def ddp(members: Sequence[Member], nbytes: float, line: Line, codec: CodecCost =
         taken = exchange_seconds(len(members), bucket * codec.ratio, line) + bucket * codec.seconds_per_byte
         ended = max(ended, ready) + taken
     step = max(slowest, ended)
-    return Way("ddp", codec.name, 1, step, sum(member.samples for member in members) / step, 1.0)
+    return TrainingWay("ddp", codec.name, 1, step, sum(member.samples for member in members) / step, 1.0)
 
 
-def diloco(members: Sequence[Member], nbytes: float, line: Line, codec: CodecCost = EXACT, every: int = 0) -> Way:
+def diloco(
+    members: Sequence[Learner], nbytes: float, line: SlowestLine, codec: CodecCost = EXACT, every: int = 0
+) -> TrainingWay:
     """Predict DiLoCo with overlap in the pace of each member; `every` 0 is the best period.
 
     The period counts steps of the slowest member.
@@ -133,7 +135,7 @@ def diloco(members: Sequence[Member], nbytes: float, line: Line, codec: CodecCos
     taken = exchange_seconds(len(members), nbytes * codec.ratio, line) + (FRAGMENTS - 1) * line.round_trip
     period = max(every * slowest + nbytes * codec.seconds_per_byte, taken)
     samples = sum(member.samples * every * slowest / member.step_seconds for member in members)
-    return Way("diloco", codec.name, every, period / every, samples / period, worth_of(every, len(members)))
+    return TrainingWay("diloco", codec.name, every, period / every, samples / period, worth_of(every, len(members)))
 
 
 def worth_of(every: int, members: int) -> float:
@@ -141,7 +143,7 @@ def worth_of(every: int, members: int) -> float:
     return 1 / (1 + DRIFT * (members - 1) * math.pow(every, DRIFT_GROWTH)) if members > 1 else 1.0
 
 
-def ways(members: Sequence[Member], nbytes: float, line: Line) -> list[Way]:
+def ways(members: Sequence[Learner], nbytes: float, line: SlowestLine) -> list[TrainingWay]:
     """Return every way with its prediction; `nbytes` is what float32 gradients take.
 
     The first one is the best: the most exact one of those that are about as fast as the fastest. The others follow by
@@ -156,7 +158,7 @@ def ways(members: Sequence[Member], nbytes: float, line: Line) -> list[Way]:
     return [best, *sorted((way for way in found if way is not best), key=lambda way: -way.useful)]
 
 
-def verdict(used: Way, found: Sequence[Way]) -> str:
+def verdict(used: TrainingWay, found: Sequence[TrainingWay]) -> str:
     """Say what is wrong with the way that is used, if another one is clearly better; "" if none is.
 
     If one machine alone is faster, the sentence begins with that.
@@ -173,9 +175,31 @@ def verdict(used: Way, found: Sequence[Way]) -> str:
     return f"{text}{better.text} would be {better.useful / used.useful:.1f} times faster"
 
 
-def with_cable(members: Sequence[Member], nbytes: float, line: Line, used: Way) -> float:
+def with_cable(members: Sequence[Learner], nbytes: float, line: SlowestLine, used: TrainingWay) -> float:
     """Return how many times faster the best way would be over a cable; 1 if the line is as fast as one already."""
     if line.bytes_per_second * CLEARLY >= CABLE or len(members) < 2:
         return 1.0
-    wired = Line(CABLE, min(line.round_trip, 1e-3))
+    wired = SlowestLine(CABLE, min(line.round_trip, 1e-3))
     return max(1.0, ways(members, nbytes, wired)[0].useful / used.useful)
+
+
+def table(
+    used: TrainingWay, members: Sequence[Learner], nbytes: float, line: SlowestLine, unit: str = "batches"
+) -> list[str]:
+    """Return the lines of a table of all ways beside the one that is used, the best first, and what would help.
+
+    `unit` is what the samples of members are.
+    """
+    rows = [("way", "step", f"{unit}/s", "that count", "beside now")]
+    for way in ways(members, nbytes, line):
+        step, speed, useful = (f"{way.step_seconds * 1e3:.4g} ms", f"{way.samples_per_second:.4g}", f"{way.useful:.4g}")
+        rows.append((way.text, step, speed, useful, f"{way.useful / used.useful:.2g}x"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    gain = with_cable(members, nbytes, line, used)
+    return [*lines, f"over a cable of 1 Gbit/s: {gain:.1f}x"] if gain > CLEARLY else lines
