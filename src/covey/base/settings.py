@@ -497,6 +497,12 @@ _OTHERS: Final = (
         option=Option(metavar="gloo"),
     ),
     _other(
+        _MACHINE, "estimate", Flag(), False,
+        "1: a program that trains with torch ends after its first steps. Rank 0 then prints how fast each way to train "
+        "would be. `covey estimate` sets it.",
+        option=Option(),
+    ),
+    _other(
         _MACHINE, "native", Flag(), True,
         "0: move data with Python instead of the compiled executor; `covey --version` shows which one is used.",
     ),

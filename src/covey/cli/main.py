@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "pair": "Show a code of six digits, with which other machines get into the cluster.",
     "enroll": "Put this machine into a cluster, with the code that another machine shows.",
     "run": "Start a script as ranks on this machine, or in a run of the cluster.",
+    "estimate": "Predict how fast each way to train with several machines is.",
     "coordinator": "Give ranks to workers that register, and show the runs of such a coordinator.",
     "relay": "Run a relay, at which machines meet that cannot connect with each other.",
     "up": "Let members of the cluster start programs on this machine.",

@@ -39,7 +39,7 @@ PLAN: Final = "plan"
 CHECKPOINT: Final = "checkpoint"
 """The event that a checkpoint of the run has begun or is over."""
 REPORT: Final = "report"
-"""The event that a number that the program reports is not finite any more, or is again."""
+"""The event that a number that the program reports is not finite any more, or is again; or how fast a training is."""
 FOUNDED: Final = ("joined", "generation", "restored")
 """Events with which a generation begins."""
 VIEWS: Final = ("lost", "left", "view")
@@ -78,7 +78,8 @@ class Event:
     another member leads; `lane`: a lane was opened, or keeps a number of streams that was tried; `moved`: a lane goes
     over another path now, or has another number of streams; `striped`: it goes over several networks now; `codec`:
     `compress="auto"` chose another codec; `plan`: another plan was chosen for large sums; `checkpoint`: a checkpoint
-    has begun or is over; `report`: a number that the program reports is not finite any more, or is again."""
+    has begun or is over; `report`: a number that the program reports is not finite any more, or is again; or how fast a
+    training with torch is, and what would be faster."""
     time: float
     """Seconds since 1970."""
     generation: int

@@ -51,10 +51,11 @@ def _has_joined() -> bool:
 
 def _create(options: Any, _pg_options: Any) -> Any:
     from covey.torch.backend.backend import create
-    from covey.torch.training.ddp import serve_builtin_hooks
+    from covey.torch.training.ddp import serve_builtin_hooks, time_steps
 
     made = create(options)
     serve_builtin_hooks()
+    time_steps()
     if made.compresses:
         from covey.torch.training.ddp import compress_gradients
 

@@ -1,4 +1,4 @@
-"""What covey changes of DistributedDataParallel: `COVEY_COMPRESS` compresses gradients, and built-in hooks work.
+"""What covey changes of DistributedDataParallel: `COVEY_COMPRESS` compresses, built-in hooks work, steps are timed.
 
 torch passes DDP's gradients to a process group as any other sums, which covey does not round. So a hook is registered
 with each DDP that has none, before its first backward pass.
@@ -12,13 +12,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.torch.backend.backend import ProcessGroupCovey
+from covey.torch.backend.below import covey_group_of
 from covey.torch.training.hooks import compress_hook
+from covey.torch.training.step_times import StepTimes, gradient_bytes
+
+_times: WeakKeyDictionary[DistributedDataParallel, StepTimes | None] = WeakKeyDictionary()
 
 
 @functools.cache
@@ -46,6 +52,34 @@ def serve_builtin_hooks() -> None:
         return self.register_comm_hook(self.process_group, hook)
 
     DistributedDataParallel._register_builtin_comm_hook = register
+
+
+@functools.cache
+def time_steps() -> None:
+    """Let the first steps of every DDP on a process group of covey be timed. Calling this again does nothing."""
+    forward = DistributedDataParallel.forward
+
+    @functools.wraps(forward)
+    def timed(self: DistributedDataParallel, *inputs: Any, **named: Any) -> Any:
+        is_timed = self.training and not torch.compiler.is_compiling()  # a compiler keeps no times
+        times = _times_of(self) if is_timed else None
+        if times is None:
+            return forward(self, *inputs, **named)
+        times.begin()
+        result = forward(self, *inputs, **named)
+        times.forwarded()
+        return result
+
+    DistributedDataParallel.forward = timed
+
+
+def _times_of(ddp: Any) -> StepTimes | None:
+    """Return what times the steps of a DDP; None if nothing does, or no longer."""
+    if ddp not in _times:
+        below = covey_group_of(ddp.process_group)
+        _times[ddp] = StepTimes(below, gradient_bytes(ddp)) if below is not None and below.size > 1 else None
+    times = _times[ddp]
+    return None if times is None or times.is_over else times
 
 
 def _before_forward(module: Any, _inputs: Any) -> None:
