@@ -30,6 +30,9 @@ SESSION = re.compile(r"^```pycon\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 NOT_RUN = {
     "docs/guides/coordinator.md": "tests/e2e/test_coordinator.py runs it on two workers",
+    "docs/guides/from-torchrun.md": "tests/e2e/test_from_elsewhere.py runs it on two ranks",
+    "docs/guides/from-mpi4py.md": "tests/e2e/test_from_elsewhere.py runs it on three ranks",
+    "docs/guides/from-ray.md": "tests/e2e/test_from_elsewhere.py runs it on three ranks",
     "docs/guides/recipes.md": "tests/torch/test_recipes.py runs them on two ranks",
     "docs/guides/engines.md": "tests/e2e/engines makes the same calls, with real engines",
     "init_device_mesh": "needs GPUs and NCCL",

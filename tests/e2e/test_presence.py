@@ -44,7 +44,7 @@ SLEEPS = """
 import functools, sys, time
 from covey.net.host.system_bus import BusError
 from covey.runtime.keeper.keeper import LocalRun
-from covey.runtime.keeper.presence import Machine, Presence
+from covey.runtime.keeper.presence import MachinePresence, OwnMachine
 from covey.runtime.keeper.supervisor import keep
 
 def no_login():
@@ -52,8 +52,8 @@ def no_login():
 
 began = time.monotonic()
 always = lambda: time.monotonic() + (200.0 if time.monotonic() > began + 0.5 else 0.0)
-machine = Machine(login=no_login, always=always)
-sys.exit(keep(functools.partial(LocalRun, 1), sys.argv[1:], presence=Presence("north", machine=machine)))
+machine = OwnMachine(login=no_login, always=always)
+sys.exit(keep(functools.partial(LocalRun, 1), sys.argv[1:], presence=MachinePresence("north", machine=machine)))
 """
 """A keeper whose clock that runs on in a sleep is three minutes ahead after half a second."""
 

@@ -73,6 +73,20 @@ def test_the_elastic_example_loses_a_rank_and_no_sample() -> None:
     assert "[0] 4000 samples, 50 of them given out a second time" in output
 
 
+def test_the_fine_tuning_example_trains_adapters_alone_saves_them_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "verse.txt").write_text((EXAMPLES / "data" / "sonnets.txt").read_text()[:3000])
+    words = ("covey", "run", "-n", "2", str(EXAMPLES / "lora.py"), "--text", "verse.txt", "--base-steps", "5")
+    first = run(*words, "--epochs", "2", cwd=tmp_path)
+    assert "[1] rank 1 of 2: trains and sends 16384 of 153600 parameters" in first
+    before, after = re.findall(r"epoch 1   loss ([\d.]+)|epoch 2   loss ([\d.]+), and", first)
+    assert float(after[1]) < float(before[0])
+    assert sum(file.stat().st_size for file in (tmp_path / "lora").glob("step-*/*")) < 2 * 350_000
+    again = run(*words, "--epochs", "3", cwd=tmp_path)
+    assert "[0] goes on after 184 lines" in again
+    assert "makes a base model" not in again
+    assert re.search(r"epoch 3   loss [\d.]+, and", again)
+
+
 @pytest.mark.thorough
 def test_an_example_runs_under_torchrun_as_well() -> None:
     output = run("torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "ddp.py"), "--epochs", "2")
@@ -82,7 +96,7 @@ def test_an_example_runs_under_torchrun_as_well() -> None:
 def test_every_example_is_tried() -> None:
     by_others = {"data_parallel.py", "hello.py", "relay.py", "survive.py", "typed.py"}  # in tests/test_examples.py
     by_others |= {"coordinated.py"}  # in tests/e2e/test_coordinator.py
-    assert {path.name for path in EXAMPLES.glob("*.py")} == TOGETHER.keys() | by_others | {"elastic.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == TOGETHER.keys() | by_others | {"elastic.py", "lora.py"}
 
 
 if __name__ == "__main__":

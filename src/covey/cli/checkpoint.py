@@ -14,8 +14,7 @@ import typer.core
 
 from covey.base.config import check_timeout
 from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError
-from covey.base.text import printable
-from covey.cli.consent import size_text
+from covey.base.text import printable, size_text
 from covey.cli.layout import Column, room, table
 from covey.cli.runs import find_run, visiting_members
 from covey.cli.terminal import say, working

@@ -266,7 +266,7 @@ def _in_cluster(request: RunRequest) -> int:
     """Run this machine's share of a run of the cluster; return its exit code."""
     from covey.cli.relay import parse_relay_limit
     from covey.net.host.settings_files import effective_environment
-    from covey.runtime.keeper.presence import Presence, PresenceTerms
+    from covey.runtime.keeper.presence import MachinePresence, PresenceTerms
 
     command, page = request.command(), _page(request)
     given = request.settings
@@ -290,7 +290,7 @@ def _in_cluster(request: RunRequest) -> int:
     rate = parse_relay_limit(request.relay_limit)
     cluster = _cluster_name(variables)
     share = share_of_run(processes, variables, is_new=request.new, relay_rate=rate)
-    presence = Presence(
+    presence = MachinePresence(
         short_host_name() or "this machine", PresenceTerms.read({**effective_environment(), **variables})
     )
     with contextlib.closing(presence):

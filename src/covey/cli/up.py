@@ -34,7 +34,7 @@ from covey.net.keys.identity import (
     resolve_id,
 )
 from covey.runtime.environment import ClusterOptions
-from covey.runtime.keeper.presence import CONDITIONS, Presence, PresenceTerms
+from covey.runtime.keeper.presence import CONDITIONS, MachinePresence, PresenceTerms
 from covey.runtime.loop import LOOK_UP_EVERY
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def up(request: UpRequest) -> None:
         return typer.echo(unit_text(found.name, _options(request, found, permission)), nl=False)
     from covey.agent.agent import serving
 
-    presence = Presence("This machine", PresenceTerms.read(env))
+    presence = MachinePresence("This machine", PresenceTerms.read(env))
     ending = threading.Event()
     problem: list[Exception] = []
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -127,7 +127,7 @@ def up(request: UpRequest) -> None:
 app.command()(command_of(UpRequest, UP, up))
 
 
-def _look_at(presence: Presence, before: str) -> str:
+def _look_at(presence: MachinePresence, before: str) -> str:
     """Say whether programs leave their runs or return, and why; return why they are away now."""
     presence.look()
     presence.left()  # each `covey run` has the system wait for itself

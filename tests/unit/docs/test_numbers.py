@@ -537,7 +537,18 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.m
 PAGES += [page for folder in ("concepts", "guides") for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
 FILES = [path.relative_to(ROOT) for path in ROOT.glob("*")]
 FILES += [path.relative_to(ROOT) for path in ROOT.glob("[!.]*/**/*") if "__pycache__" not in path.parts]
-OF_USERS = {"train.py", "dist/", "site/", "runs/", "agent/runs/", "ssh/runs/", "clusters/", "identities/", "audit/"}
+OF_USERS = {
+    "train.py",
+    "dist/",
+    "site/",
+    "runs/",
+    "agent/runs/",
+    "ssh/runs/",
+    "clusters/",
+    "identities/",
+    "audit/",
+    "lora/",
+}
 """Paths of a user's program, of what `make` builds, and of covey's configuration folder."""
 
 

@@ -1,6 +1,6 @@
 """Whether a machine takes part in its run now: not while it sleeps, and if the user says so, not on battery or in use.
 
-`Presence` looks at the machine and decides; the supervisor asks it, and has the processes leave and return. It has no
+`MachinePresence` looks at the machine and decides; the supervisor asks it, and has the processes leave and return. It has no
 thread: the supervisor waits for its descriptor and its next look along with everything else.
 
 Invariant: the system waits with a sleep only while processes of this machine are leaving.
@@ -46,7 +46,7 @@ class PresenceTerms(NamedTuple):
         return cls(*(row.kind.read(row.variable, env.get(row.variable, row.default)) for row in rows))
 
 
-class Watcher(Protocol):
+class PresenceWatcher(Protocol):
     """Waits for descriptors."""
 
     def watch(self, source: int) -> None:
@@ -56,7 +56,7 @@ class Watcher(Protocol):
         """Forget a descriptor."""
 
 
-class Machine(NamedTuple):
+class OwnMachine(NamedTuple):
     """How a machine is asked; tests give answers of their own."""
 
     has_power: Callable[[], bool | None] = has_power
@@ -65,10 +65,10 @@ class Machine(NamedTuple):
     always: Callable[[], float] = waking_clock
 
 
-class Presence:
+class MachinePresence:
     """Decides whether the processes of this machine take part in their run. On one thread."""
 
-    def __init__(self, name: str, terms: PresenceTerms = PresenceTerms(), machine: Machine = Machine()) -> None:  # noqa: B008 - immutable
+    def __init__(self, name: str, terms: PresenceTerms = PresenceTerms(), machine: OwnMachine = OwnMachine()) -> None:  # noqa: B008 - immutable
         """`name` is what messages call the machine.
 
         Raises:
@@ -76,7 +76,7 @@ class Presence:
         """
         self.name, self._terms, self._machine = name, terms, machine
         self._login: LoginManager | None = None
-        self._watcher: Watcher | None = None
+        self._watcher: PresenceWatcher | None = None
         self._watched = -1
         self._had_login = self._is_asleep = False
         self._clock = SleepClock(machine.monotonic, machine.always)
@@ -113,7 +113,7 @@ class Presence:
         asked = {ON_BATTERY: self._terms.only_on_power, IN_USE: self._terms.while_idle}
         return [CONDITIONS[why] for why, is_asked in asked.items() if is_asked]
 
-    def watched_by(self, watcher: Watcher) -> None:
+    def watched_by(self, watcher: PresenceWatcher) -> None:
         """Have a sleep that is announced end the waits of its owner."""
         self._watcher = watcher
         self._watch()

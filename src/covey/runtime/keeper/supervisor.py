@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from covey.net.host.saved_runs import SavedRun
     from covey.runtime.keeper.keeper import HostRun
-    from covey.runtime.keeper.presence import Presence
+    from covey.runtime.keeper.presence import MachinePresence
     from covey.runtime.processes import Child, ChildOutput
 
 SIGNAL_GRACE: Final = 30.0
@@ -60,7 +60,7 @@ def keep(
     log_dir: str | None = None,
     is_solo: bool = False,
     kept: SavedRun | None = None,
-    presence: Presence | None = None,
+    presence: MachinePresence | None = None,
 ) -> int:
     """Run `argv` as every process of a run and relay their output; return the exit code of the first failure, or 0.
 
@@ -131,7 +131,7 @@ class _Supervisor:
         arrived: list[int],
         logs: RankLogs | None,
         kept: SavedRun | None,
-        presence: Presence | None,
+        presence: MachinePresence | None,
     ) -> None:
         self._run, self._command, self._logs, self._kept = run, command, logs, kept
         self._presence = presence
@@ -311,14 +311,14 @@ class _Supervisor:
 
     # Absence
 
-    def _stay_away(self, presence: Presence) -> None:
+    def _stay_away(self, presence: MachinePresence) -> None:
         """Start no process as long as this machine should take no part."""
         if why := presence.absence:
             self._away = _Away(why, set(range(self._run.size)))
             self._away.has_left = True
             self.note(f"{presence.name} {why}: its processes start when it {CONDITIONS[why]}")
 
-    def _attend(self, presence: Presence, late: float) -> None:
+    def _attend(self, presence: MachinePresence, late: float) -> None:
         """Have the processes leave, or return, when this machine should; say if it slept or stood still."""
         presence.look()
         if late > STOOD_STILL:
@@ -340,7 +340,7 @@ class _Supervisor:
             if not presence.absence:
                 self._return(presence, away)
 
-    def _leave(self, presence: Presence) -> None:
+    def _leave(self, presence: MachinePresence) -> None:
         """Ask all processes to leave the run; before a sleep, only one that goes on without them."""
         why = presence.absence
         if why == ABOUT_TO_SLEEP and not self._run.survives():
@@ -352,14 +352,14 @@ class _Supervisor:
         self._children.signal(signal.SIGTERM)
         self._stop_at(time.monotonic() + SIGNAL_GRACE)
 
-    def _has_left(self, presence: Presence, away: _Away) -> None:
+    def _has_left(self, presence: MachinePresence, away: _Away) -> None:
         away.has_left, self._steps, step = True, [], self._step()
         self._keep_absence(Absence(why=away.why, left=away.began, step=step))
         at = "" if step is None else f" at step {step}"
         self.note(f"{presence.name} has left the run{at}; it returns when it {CONDITIONS[away.why]}")
         presence.left()
 
-    def _return(self, presence: Presence, away: _Away) -> None:
+    def _return(self, presence: MachinePresence, away: _Away) -> None:
         self._away, now = None, time.time()
         self._keep_absence(Absence(why=away.why, left=away.began, returned=now, step=self._step()))
         lasted = duration(waking_clock() - away.since)
