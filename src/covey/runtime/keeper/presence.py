@@ -1,7 +1,7 @@
 """Whether a machine takes part in its run now: not while it sleeps, and if the user says so, not on battery or in use.
 
-`MachinePresence` looks at the machine and decides; the supervisor asks it, and has the processes leave and return. It has no
-thread: the supervisor waits for its descriptor and its next look along with everything else.
+`MachinePresence` looks at the machine and decides; the supervisor asks it, and has the processes leave and return. It
+has no thread: the supervisor waits for its descriptor and its next look along with everything else.
 
 Invariant: the system waits with a sleep only while processes of this machine are leaving.
 """
