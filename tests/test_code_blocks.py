@@ -177,7 +177,7 @@ def test_the_programs_of_the_guide_to_pytorch_run_alone(tmp_path: Path, monkeypa
     import covey.torch
 
     page = "docs/guides/pytorch.md"
-    init, late, save, diloco, norm, hook, elastic = blocks(page)
+    init, late, save, store, diloco, norm, hook, elastic = blocks(page)
     _, wrap, _ = blocks("README.md")
     model = torch.nn.Linear(2, 1)
     names: dict[str, Any] = {"covey": covey, "threading": threading, "torch": torch}
@@ -187,6 +187,8 @@ def test_the_programs_of_the_guide_to_pytorch_run_alone(tmp_path: Path, monkeypa
         dist.barrier()
         run(page, save, {**names, "state": {"model": model}, "folder": tmp_path, "step": 1})
         assert list(tmp_path.iterdir())
+        kept = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        assert run(page, store, {**names, **kept})["step"] == 100
         far = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
         learning = {"optimizer": torch.optim.SGD(far.parameters(), lr=0.1), "loss_fn": torch.nn.functional.mse_loss}
         before = far[0].weight.detach().clone()
@@ -404,7 +406,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         **dict.fromkeys(("README.md", "docs/guides/calls.md"), 3),
         "docs/guides/observing.md": 4,
         "docs/guides/notebooks.md": 1,
-        "docs/guides/pytorch.md": 7,
+        "docs/guides/pytorch.md": 8,
         "docs/guides/metrics.md": 3,
         "docs/guides/services.md": 4,
     }

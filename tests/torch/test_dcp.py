@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import covey
@@ -86,12 +86,11 @@ def _load(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None
 
 
 def _save(model: nn.Module, optimizer: torch.optim.Optimizer, path: str, *, is_async: bool) -> None:
-    """Save; in the background the ranks go on with their own operations while the writers have theirs."""
+    """Save; in the background the ranks go on with operations of the same group while the writers have theirs."""
     if not is_async:
         dcp.save(_state(model, optimizer), checkpoint_id=path)
         return
-    writers = dist.new_group(list(range(dist.get_world_size())))
-    saving = dcp.async_save(_state(model, optimizer), checkpoint_id=path, process_group=writers)
+    saving = dcp.async_save(_state(model, optimizer), checkpoint_id=path)
     for step in range(5):
         step_on(model, optimizer, step, slice(None))
     saving.result(timeout=DEADLINE)
@@ -138,6 +137,49 @@ def wrapped(rank: int, size: int, store: str, folder: str, turn: int) -> None:
 def test_a_state_saved_by_covey_is_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
     for turn, size in enumerate((2, 4)):
         run_torch_ranks(size, wrapped, str(tmp_path / "kept"), turn)
+
+
+def without_a_folder(rank: int, size: int, store: str, turn: int) -> None:
+    """Rows sharded over some ranks, columns over others, and a model; no folder is given."""
+    sys.argv[0] = "/train.py"  # names the folder of a program
+    start(rank, size, store)
+    mesh = init_device_mesh("cpu", (size,) if size < 4 else (2, 2))
+    whole_rows, uneven = torch.arange(35.0).view(5, 7), torch.arange(3.0) - 1
+    places = {2: [Shard(0)], 3: [Shard(1)], 4: [Shard(1), Shard(0)]}[size]
+    model = small_model()
+    optimizer = adam(model)
+
+    def state(factor: float) -> dict[str, Any]:
+        rows = distribute_tensor(whole_rows * factor, mesh, places)
+        few = distribute_tensor(uneven * factor, mesh, [Shard(0), Replicate()][: mesh.ndim])
+        return {"model": model, "optimizer": optimizer, "data": [rows, {"few": few}], "steps": (turn, "done")}
+
+    with pytest.raises(ConfigError, match=r"rank 1 cannot save its state|state\.odd is a object"):
+        covey.torch.save({"odd": object() if rank == 1 else 0}, step=turn, process_group=dist.group.WORLD)
+    if turn:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(rank)
+        found = state(0)
+        assert covey.torch.load(found) == turn - 1
+        assert found["steps"] == (turn - 1, "done")
+        assert torch.equal(found["data"][0].full_tensor(), whole_rows * turn)
+        assert torch.equal(found["data"][1]["few"].full_tensor(), uneven * turn)
+    reference = small_model()
+    ours = adam(reference)
+    for step in range(turn + 1):
+        step_on(reference, ours, step, slice(None))
+    step_on(model, optimizer, turn, slice(None))
+    torch.testing.assert_close([*model.parameters(), *moments(optimizer)], [*reference.parameters(), *moments(ours)])
+    saving = covey.torch.save(state(turn + 1), step=turn, async_=True)
+    dist.all_reduce(torch.ones(3))
+    saving.wait(DEADLINE)
+
+
+def test_a_state_without_a_folder_is_loaded_on_other_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COVEY_HOME", str(tmp_path))
+    for turn, size in enumerate((2, 4, 3)):
+        run_torch_ranks(size, without_a_folder, turn)
 
 
 class OddError(Exception):

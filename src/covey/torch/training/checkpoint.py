@@ -13,10 +13,8 @@ import shutil
 import threading
 import warnings
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +24,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from covey.base.errors import CheckpointError, ConfigError, DeadlineError
 from covey.net.host.run_notes import note_checkpoint
+from covey.torch.backend.async_saves import apart
 from covey.torch.training.checkpoint_files import (
     STRUCTURE,
     complete_in,
@@ -37,6 +36,7 @@ from covey.torch.training.checkpoint_files import (
     versions_in,
     write_manifest,
 )
+from covey.torch.training.stored import fill, group_to_save_in, read_structure, save_to_machines
 from covey.torch.training.structure import (
     TensorKey,
     holder_of,
@@ -49,12 +49,10 @@ from covey.torch.training.structure import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 T = TypeVar("T")
 
-APART_SECONDS = 300.0
-"""How long an asynchronous save waits for the other ranks."""
 EARLIER_TENSOR_KEYS = {("covey.torch.structure", "Slot"), ("covey.torch.training.structure", "Slot")}
 """The names of `TensorKey` in checkpoints of earlier versions."""
 
@@ -93,7 +91,7 @@ class Saving:
 
 def save(
     state: dict[str, Any],
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None = None,
     *,
     step: int,
     keep: int | None = 3,
@@ -107,6 +105,10 @@ def save(
     shards of sharded tensors (DTensors). Of everything else one copy is written, so it must be equal on all ranks.
     Without a process group this process saves alone.
 
+    Without a `folder`, each machine keeps what its ranks write in a folder of its own, as `group.checkpoint.save` does;
+    nothing needs to be shared. `process_group` is then one of covey, or a covey group, such as that of `Elastic`. The
+    state may have plain values of Python and numpy.
+
     With `async_`, return once the state is copied to host memory. A thread writes it, over a second group, and the
     process does not exit before that. The next save waits for it, and raises its error if `wait` has not.
 
@@ -117,6 +119,16 @@ def save(
         CheckpointError, OSError: the checkpoint could not be written. Earlier checkpoints are unchanged.
         PeerLostError: a rank was lost meanwhile. Earlier checkpoints are unchanged.
     """
+    global _last
+    if folder is None:
+        _settle_last()
+        group = group_to_save_in(process_group)
+        saving = Saving(save_to_machines(lambda: _states_of(state), group, step, keep))
+        if async_:
+            _last = saving
+        else:
+            saving.wait()
+        return saving
     ranks = _Ranks(process_group)
     frozen, tensors = b"", dict[str, Any]()
 
@@ -125,7 +137,7 @@ def save(
         _settle_last()
         if step < 0 or (keep is not None and keep < 1):
             raise ConfigError(f"step={step}, keep={keep}: step must be at least 0, and keep at least 1")
-        structure, tensors = take_apart({key: state_of(value) for key, value in state.items()})
+        structure, tensors = take_apart(_states_of(state))
         frozen = _pickled(structure)
         if async_:
             tensors = BlockingAsyncStager().stage(tensors)
@@ -143,7 +155,6 @@ def save(
         except BaseException as error:
             future.set_exception(error)
 
-    global _last
     _last = Saving(future)
     threading.Thread(target=work, name="covey-save").start()
     return _last
@@ -151,7 +162,7 @@ def save(
 
 def load(
     state: dict[str, Any],
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None = None,
     *,
     step: int | None = None,
     process_group: Any = None,
@@ -162,10 +173,21 @@ def load(
     place if their shape is the same, and sharded as they are here, whatever number of ranks saved them. Optimizers
     need not have made a step. Every file is checked first, by one of the ranks.
 
+    Without a `folder`, the checkpoint is looked for on the machines of all ranks, as `save` without a folder keeps it:
+    a rank gets from others what its machine does not have.
+
     Raises:
-        ConfigError: there is no such checkpoint, or it lacks an entry.
+        ConfigError: there is no such checkpoint in the folder, or it lacks an entry.
         CheckpointError: files are damaged; the message names them.
     """
+    if folder is None:
+        group = group_to_save_in(process_group)
+        stored = read_structure(group, step)
+        _check_entries(state, stored.structure, f"the checkpoint of step {stored.step}")
+        tensors = _room_for(state, stored.structure, stored.form)
+        fill(group, stored, tensors)
+        _put_back(state, stored.structure, tensors)
+        return stored.step
     ranks, home = _Ranks(process_group), Path(folder)
     number, name = ranks.first(lambda: find(home, step))
     path = home / name
@@ -177,15 +199,34 @@ def load(
             files=tuple(file for file, _ in wrong),
         )
     structure: dict[str, Any] = _StructureUnpickler(io.BytesIO((path / STRUCTURE).read_bytes())).load()
-    if missing := sorted(state.keys() - structure.keys()):
-        raise ConfigError(f"{path} has no {', '.join(missing)}; it has {', '.join(sorted(structure))}")
-    _, present = take_apart({key: state_of(value) for key, value in state.items()})
-    owners = parameters_by_state(state)
+    _check_entries(state, structure, str(path))
     reader = dcp.FileSystemReader(path)
     saved = reader.read_metadata().state_dict_metadata
+    tensors = _room_for(state, structure, lambda key: (saved[key].size, saved[key].properties.dtype))
+    with ranks.as_torch_wants(f"{path} could not be loaded") as arguments:
+        dcp.load(tensors, storage_reader=reader, **arguments)
+    _put_back(state, structure, tensors)
+    return number
+
+
+def _states_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: state_of(value) for key, value in state.items()}
+
+
+def _check_entries(state: Mapping[str, Any], structure: Mapping[str, Any], where: str) -> None:
+    if missing := sorted(state.keys() - structure.keys()):
+        raise ConfigError(f"{where} has no {', '.join(missing)}; it has {', '.join(sorted(structure))}")
+
+
+def _room_for(
+    state: Mapping[str, Any], structure: Mapping[str, Any], form: Callable[[str], tuple[torch.Size, torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to load the entries of `state` into, sharded as they are here; `form` tells what is saved."""
+    _, present = take_apart(_states_of(state))
+    owners = parameters_by_state(state)
     tensors: dict[str, torch.Tensor] = {}
     for key in tensor_keys({key: structure[key] for key in state}):
-        size, dtype = saved[key].size, saved[key].properties.dtype
+        size, dtype = form(key)
         owner = owners.get(key.rpartition(".")[0])
         if key in present and present[key].shape == size:
             tensors[key] = present[key]
@@ -193,15 +234,16 @@ def load(
             tensors[key] = torch.empty_like(owner, dtype=dtype, requires_grad=False)
         else:
             tensors[key] = torch.empty(size, dtype=dtype)
-    with ranks.as_torch_wants(f"{path} could not be loaded") as arguments:
-        dcp.load(tensors, storage_reader=reader, **arguments)
+    return tensors
+
+
+def _put_back(state: dict[str, Any], structure: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     for key, value in state.items():
         holder, whole = holder_of(value), put_together(structure[key], tensors)
         if hasattr(holder, "load_state_dict"):
             holder.load_state_dict(whole)
         else:
             state[key] = whole
-    return number
 
 
 def steps(folder: str | os.PathLike[str]) -> list[int]:
@@ -216,8 +258,6 @@ def latest(folder: str | os.PathLike[str]) -> int | None:
 
 _last: Saving | None = None
 """The last asynchronous save, until the next save has waited for it."""
-_apart: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""For each group that saved asynchronously, a second group of the same ranks."""
 
 
 def _settle_last() -> None:
@@ -286,19 +326,7 @@ class _Ranks:
         """Return the same ranks with a second group, whose operations may run beside those of the caller."""
         if self._alone:
             return self
-        if self._group not in _apart:
-            backend = "gloo" if dist.get_backend(self._group) == "nccl" else None  # the staged state is in host memory
-            ranks = dist.get_process_group_ranks(self._group)
-            # torch names a group of all ranks by a counter that is equal on all of them. It names a group of some ranks
-            # by these and by a count that may differ between them; then the group is not made, and this timeout ends.
-            is_whole = len(ranks) == dist.get_world_size()
-            _apart[self._group] = dist.new_group(
-                None if is_whole else ranks,
-                timeout=timedelta(seconds=APART_SECONDS),
-                backend=backend,
-                use_local_synchronization=not is_whole,
-            )
-        return _Ranks(_apart[self._group])
+        return _Ranks(apart(self._group))
 
     @contextlib.contextmanager
     def as_torch_wants(self, failure: str) -> Iterator[dict[str, Any]]:
