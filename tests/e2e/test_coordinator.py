@@ -158,3 +158,76 @@ def test_what_cannot_work_is_an_error_that_says_what_to_do(lab: Lab) -> None:
     silence = machine.covey("coordinator", "status", f"127.0.0.1:{free_port()}")
     assert silence.returncode == 1
     assert "cannot be reached: no program listens there" in silence.stderr
+
+
+UNCHANGED = """
+import os, signal, sys
+import numpy as np
+import covey
+
+with covey.join(on_loss="raise") as group:
+    is_first = not os.path.exists(mark := sys.argv[1])
+    array = np.arange(5.0) + 10.0 ** group.rank
+    group.all_reduce(array)
+    print(group.rank, os.environ["RANK"], group.size, array.tolist(), sys.argv[2:], flush=True)
+    group.barrier()
+    if is_first and group.rank == 1:
+        open(mark, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.barrier()
+    if "wait" in sys.argv:
+        print("waits", flush=True)
+        signal.pause()
+"""
+"""A script that knows nothing of coordinators, and that is killed once as rank 1."""
+
+
+def test_covey_worker_makes_workers_of_scripts_and_starts_them_again_for_the_next_round(lab: Lab) -> None:
+    machine = lab.machine()
+    script = machine.folder / "train.py"
+    script.write_text(UNCHANGED)
+    coordinator, address = coordinate(machine, "--size", "2")
+    mark = str(machine.folder / "mark")
+    started = [
+        machine.start("-m", "covey", "worker", "--coordinator", address, *restarts, *words)
+        for restarts, words in (
+            (("--id", "w0", "--restarts", "1"), ("train.py", mark, "--flag")),
+            (("--id", "w1", "--restarts", "2"), ("train.py", mark)),
+        )
+    ]
+    summed = [11.0 + 2 * position for position in range(5)]
+    for rank, worker in enumerate(started):
+        code, out, err = end(worker)
+        assert code == 0, err
+        assert out == f"{rank} {rank} 2 {summed} {['--flag'] if rank == 0 else []}\n" * 2
+        how = "was killed by SIGKILL" if rank else "failed with exit code 1"
+        assert f"covey: the script {how}; it starts again (1 of {1 + rank})\n" in err
+    (run,) = status(machine, address)
+    assert (run["run"], run["round"]) == ("train", 2)
+    assert lab.left_behind() == []
+
+    # --coordinator behind the script; and a signal that asks for the end reaches the script.
+    ended = [
+        machine.start("-m", "covey", "worker", "--id", name, "train.py", "--coordinator", address, mark, "wait")
+        for name in ("w0", "w1")
+    ]
+    for worker in ended:
+        assert "['wait']" in pipes.stdout(worker).readline()
+        assert pipes.stdout(worker).readline() == "waits\n"
+    for worker in ended:
+        worker.send_signal(signal.SIGTERM)
+    assert [end(worker)[0] for worker in ended] == [128 + signal.SIGTERM] * 2
+    coordinator.send_signal(signal.SIGTERM)
+    assert end(coordinator)[0] == 0
+
+    for words, expected in (
+        (("train.py",), "say where the coordinator listens"),
+        (("--coordinator", address, "--size", "2", "--max-size", "3", "train.py"), "size= says exactly how many"),
+        (("--coordinator", address, "ls"), "is not a Python script"),
+        (("--coordinator", "10.0.0.1:29300", "train.py"), "does not talk beyond this machine in clear text"),
+    ):
+        done = machine.covey("worker", *words)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert expected in done.stderr
+    elsewhere = machine.start(str(script), mark, COVEY_WORKER="w0")
+    assert "only the process that `covey worker` started" in end(elsewhere)[2]

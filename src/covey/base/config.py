@@ -37,8 +37,12 @@ LAUNCHER_VARIABLES: Final = (
     "COVEY_KEEPER",
     "COVEY_RESTART",
     "COVEY_GAVE_RANK",
+    "COVEY_WORKER",
 )
-"""The variables that `covey run -n` sets for the ranks it starts; COVEY_RESTART counts restarts of the rank."""
+"""The variables that `covey run -n` sets for the ranks it starts; COVEY_RESTART counts restarts of the rank.
+
+COVEY_WORKER is what `covey worker` sets: the id of the worker.
+"""
 RUN_VARIABLES: Final = (
     "COVEY_RUN",
     "COVEY_RUN_PROGRAM",

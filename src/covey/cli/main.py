@@ -37,6 +37,7 @@ COMMANDS: Final = {
     "run": "Start a script as ranks on this machine, or in a run of the cluster.",
     "estimate": "Predict how fast each way to train with several machines is.",
     "coordinator": "Give ranks to workers that register, and show the runs of such a coordinator.",
+    "worker": "Start a script as a worker of a coordinator's run.",
     "relay": "Run a relay, at which machines meet that cannot connect with each other.",
     "up": "Let members of the cluster start programs on this machine.",
     "ps": "List the programs that run on machines of the cluster.",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
+    from covey.base.config import GroupConfig
     from covey.coordinator import coordinator_pb2 as pb
     from covey.coordinator.session import Session
     from covey.runtime.group.group import Group
@@ -227,16 +228,7 @@ class WorkerNode:
 
         config = self.config
         secret_sources.take_secret(os.environ)
-        options = ClusterOptions(config.cluster, config.secret)
-        group = group_config(
-            effective_environment(),
-            insecure=config.insecure,
-            on_loss=config.on_loss,
-            tls_ca=config.tls_ca,
-            tls_cert=config.tls_cert,
-            tls_key=config.tls_key,
-            **from_argument(config.settings or {}),
-        )
+        options, group = self._group_options()
         host = parse_seed(config.coordinator).host
         security = choose_security(host, PemFiles.of(config.tls_ca, config.tls_cert, config.tls_key), options)
         address, reserved = (config.address, None) if config.address else _reserve(host)
@@ -265,6 +257,20 @@ class WorkerNode:
         launched = _launched(config.run, assigned)
         self._group = join_at(launched, group, timeout=config.timeout, options=options)
         self._round = assigned.round
+
+    def _group_options(self) -> tuple[ClusterOptions, GroupConfig]:
+        """Return the cluster to be in, and the settings of the group."""
+        config = self.config
+        settings = group_config(
+            effective_environment(),
+            insecure=config.insecure,
+            on_loss=config.on_loss,
+            tls_ca=config.tls_ca,
+            tls_cert=config.tls_cert,
+            tls_key=config.tls_key,
+            **from_argument(config.settings or {}),
+        )
+        return ClusterOptions(config.cluster, config.secret), settings
 
     def _end(self) -> None:
         group, self._group = self._group, None

@@ -40,8 +40,8 @@ def register() -> None:
 
 
 def is_launched() -> bool:
-    """Tell whether `covey run` started this process."""
-    return "COVEY_RANK" in os.environ or "COVEY_RUN" in os.environ
+    """Tell whether `covey run` or `covey worker` started this process."""
+    return any(name in os.environ for name in ("COVEY_RANK", "COVEY_RUN", "COVEY_WORKER"))
 
 
 def _has_joined() -> bool:

@@ -9,7 +9,7 @@ import atexit
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Final, Unpack
+from typing import TYPE_CHECKING, Final, Protocol, Unpack
 
 from covey.base.config import YEAR_SECONDS, GroupConfig, group_config
 from covey.base.errors import ConfigError, DeadlineError
@@ -40,9 +40,18 @@ LEAVE_SECONDS: Final = 2.0
 """How long the other members may take to agree that this node leaves, when its group is closed."""
 
 
+class RankSource(Protocol):
+    """What gives the processes of a launcher their ranks when they join, and not when they start."""
+
+    def join(self, target: JoinTarget) -> Group:
+        """Return the group in which this process has a rank now; the one before it, if there was one, is over."""
+
+
 _joined: tuple[JoinTarget, Group] | None = None
 """The last target that was joined, and its group."""
 _joining = threading.Lock()
+_source: RankSource | None = None
+"""What gives this process its ranks, if it is a worker of a coordinator."""
 
 
 @takes_join_arguments()
@@ -50,10 +59,10 @@ def join(run: str | None = None, **arguments: Unpack[JoinArguments]) -> Group:
     """Return the group of a run: of a run in a cluster, or of the run that a launcher started.
 
     With a `run` (or under `covey run RUN`), the nodes of the cluster that join it find each other and agree on the
-    members and their ranks. Without, the variables of a launcher decide, in this order: `covey run -n`; RANK and
-    WORLD_SIZE (torchrun, or set by hand); mpirun; a Slurm step of several tasks. Without a launcher, it is a group
-    of one. `rank`, `size` and `address`, or `peers`, take the place of a launcher. A second call for the same run
-    returns the same group while it is open.
+    members and their ranks. Without, the variables of a launcher decide, in this order: `covey worker`; `covey run
+    -n`; RANK and WORLD_SIZE (torchrun, or set by hand); mpirun; a Slurm step of several tasks. Without a launcher, it
+    is a group of one. `rank`, `size` and `address`, or `peers`, take the place of a launcher. A second call for the
+    same run returns the same group while it is open.
 
     Args:
         run: the name of the run; nodes that give the same name are in it together.
@@ -116,6 +125,13 @@ def join_with(request: JoinRequest) -> Group:
 def _join(target: JoinTarget) -> Group:
     if target.launched is not None:
         return _join_launched(target.launched, target)
+    if target.worker:
+        if _source is None:
+            raise ConfigError(
+                f"only the process that `covey worker` started can join as worker {target.worker!r}, not a program "
+                "that it starts in turn; start that one with `covey worker`, too"
+            )
+        return _source.join(target)
     from covey.runtime.joining.cluster_join import join_run  # imports all that clusters need
 
     return join_run(target)
@@ -136,6 +152,12 @@ def _take_secret() -> None:
         from covey.net.keys import secret_sources
 
         secret_sources.take_secret(os.environ)
+
+
+def take_ranks_from(source: RankSource) -> None:
+    """Have `join` get the ranks of this process from `source`, where the environment says that it is a worker."""
+    global _source
+    _source = source
 
 
 def joined() -> Group | None:

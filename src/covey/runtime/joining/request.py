@@ -161,7 +161,8 @@ class JoinRequest:
         asked = {name: value for name, value in self.asked.items() if name in _OF_RUN}
         launched = find_placed_rank({name: self.asked.get(name) for name in (*_OF_RUN, *PLACING)})
         wanted = find_run(env, asked) if launched is None else None
-        if launched is None and wanted is None:
+        worker = env.get("COVEY_WORKER", "") if launched is None and wanted is None else ""
+        if launched is None and wanted is None and not worker:
             launched = find_launched_rank(env)
         if launched is not None and self.is_newcomer:
             launched = replace(launched, is_restarted=True)
@@ -172,6 +173,7 @@ class JoinRequest:
             config=config,
             run=wanted,
             launched=launched,
+            worker=worker,
             options=ClusterOptions(cluster, secret, None if seeds is None else tuple(seeds)),
             wait=wanted.timeout if wanted is not None else launcher_wait(env, self.asked.get("timeout")),
             is_elastic=self.is_elastic,
@@ -191,7 +193,7 @@ def _policy_text(compress: CompressValue) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinTarget:
-    """What a process joins: a run of a cluster, or the rank that a launcher gave it; and how.
+    """What a process joins: a run of a cluster, the rank that a launcher gave it, or that of a worker; and how.
 
     Two equal targets are served by one group.
     """
@@ -201,6 +203,8 @@ class JoinTarget:
     """The run of a cluster; None under a launcher."""
     launched: LaunchedRank | None = None
     """The rank that a launcher gave this process; None in a run of a cluster."""
+    worker: str = ""
+    """The id of the worker that this process is, if `covey worker` started it: a coordinator gives it its rank."""
     options: ClusterOptions = field(default_factory=ClusterOptions)
     wait: float = field(compare=False)
     """Seconds to wait for the others."""
