@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 from tests.support import pipes
 from tests.support.machines import Lab, Machine, end, new_lab
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.net.keys import clusters
 from covey.net.keys.identity import id_text
@@ -273,10 +273,14 @@ def test_a_data_set_goes_to_machines_once_the_person_has_agreed_and_is_listed_an
     assert "here: numbers is forgotten; the files that were pushed stay" in removed.stdout
     assert (guest.folder / "numbers" / "a").exists()
     assert "There is no data set" in guest.covey("data", "--on", "here").stdout
-    noted = [json.loads(line) for line in town.north.covey("audit", "--json").stdout.splitlines()]
-    events = [each["event"] for each in noted if each["event"].startswith("data-")]
-    assert events == ["data-began", "data-received", "data-removed"]
-    assert all(each["reason"].startswith("numbers: ") for each in noted if each["event"].startswith("data-"))
+
+    def noted() -> list[dict[str, str]]:
+        lines = [json.loads(line) for line in town.north.covey("audit", "--json").stdout.splitlines()]
+        return [each for each in lines if each["event"].startswith("data-")]
+
+    wait_until(lambda: any(each["event"] == "data-removed" for each in noted()))  # a thread writes the log
+    assert [each["event"] for each in noted()] == ["data-began", "data-received", "data-removed"]
+    assert all(each["reason"].startswith("numbers: ") for each in noted())
 
 
 def test_trust_is_listed_withdrawn_and_given_by_a_whole_id(town: Town) -> None:

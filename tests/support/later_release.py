@@ -43,7 +43,7 @@ _EDITS: Final = {
             '        self.data_received(b"")\n        if self.ended.is_set():\n            on_end()\n',
         ),
     ],
-    "runtime/peers/mesh.py": [  # a member may ask before the other has its seat
+    "runtime/peers/cluster_mesh.py": [  # a member may ask before the other has its seat
         (
             "                remote.send(messages.Pong(number, time.time()))\n",
             "                remote.send(messages.Pong(number, time.time(), 'sun'))\n",

@@ -161,14 +161,10 @@ def _custom(wanted: Any, value: Any) -> Any:
     plain = get_origin(wanted) or wanted
     if plain is np.ndarray:
         converted = value if isinstance(value, np.ndarray) else _unpacking.get()[1].as_type(np.ndarray, value)
-        dtypes = [each for arg in get_args(wanted) if get_origin(arg) is np.dtype for each in get_args(arg)]
-        if (
-            dtypes
-            and isinstance(dtypes[0], type)
-            and dtypes[0] is not Any
-            and not issubclass(converted.dtype.type, dtypes[0])
-        ):
-            raise ValueError(f"expected an array of {dtypes[0].__name__}, got {converted.dtype}")
+        inner = [each for arg in get_args(wanted) for each in get_args(arg)]
+        kinds = [each for each in inner if isinstance(each, type) and issubclass(each, np.generic)]  # not Any
+        if kinds and not issubclass(converted.dtype.type, kinds[0]):
+            raise ValueError(f"expected an array of {kinds[0].__name__}, got {converted.dtype}")
         return converted
     if isinstance(plain, type) and isinstance(value, plain):
         return value

@@ -227,19 +227,20 @@ def test_an_announcement_is_tagged_as_the_page_says() -> None:
 
 
 def test_the_purposes_of_links_are_those_of_the_code() -> None:
-    """What Hellos are made with: a word, or the `purpose` of a mesh."""
+    """What Hellos are made with: a word, one of two words, or the `purpose` of a mesh."""
     found = set()
     for path in [each for room in ("runtime", "agent") for each in (ROOT / "src" / "covey" / room).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             values: list[ast.expr] = []
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "Hello":
                 values = [keyword.value for keyword in node.keywords if keyword.arg == "purpose"] or [node.args[2]]
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Mesh":
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ClusterMesh":
                 values = [keyword.value for keyword in node.keywords if keyword.arg == "purpose"]
-            elif isinstance(node, ast.FunctionDef):  # the default of `Mesh`
+            elif isinstance(node, ast.FunctionDef):  # the default of `ClusterMesh`
                 defaults = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
                 values = [value for argument, value in defaults if argument.arg == "purpose" and value is not None]
-            found |= {value.value for value in values if isinstance(value, ast.Constant)}
+            either = [each for value in values if isinstance(value, ast.IfExp) for each in (value.body, value.orelse)]
+            found |= {value.value for value in (*values, *either) if isinstance(value, ast.Constant)}
     assert {named(row[0])[0] for row in table("Links", "purpose")} == found
 
 

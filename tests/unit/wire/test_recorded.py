@@ -43,6 +43,7 @@ MILESTONES: dict[int, list[tuple[int, str]]] = {
         (161, "2ba0b60132c51419d9fa5c99f766423b6b5dd90c8bdc25331171582919bde707"),
         (164, "27c77f9e270e6fcca94b9ceac4ece13afdffc552ec79bb9f79a101553c007249"),
         (165, "0eb8d8f4a048f1771a9aa7fac5a5b97de9c5f2305385b1cc2e44e48edeea96bc"),
+        (166, "71dfaabb7012960fa18c7595b82dc262f4de558ef586b2df392a66eb445e7d50"),
     ],
 }
 """By protocol: numbers of lines, and the SHA-256 of so many first lines. Entries are never changed."""

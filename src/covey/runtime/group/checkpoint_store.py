@@ -110,7 +110,8 @@ class CheckpointStore:
         deadline = time.monotonic() + self._timeout(timeout)
         number, live, path = self._next(), self._engine.live, self._folder(folder)
         if self._last is not None and not self._last.wait_until_done(max(0.0, deadline - time.monotonic())):
-            raise DeadlineError(f"{self._last.description} was not done within the timeout; it continues")
+            within = f"the timeout of {self._timeout(timeout):g} s"
+            raise DeadlineError(f"{self._last.description} did not end within {within}; it continues")
         snapshot = self._copy(state, step, keep, copies)
 
         def run() -> None:

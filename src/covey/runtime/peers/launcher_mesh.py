@@ -83,7 +83,7 @@ class LauncherMesh(Mesh):
         self.met: dict[tuple[bytes, bytes], RemoteProcess] = {}
         """By id and life: linked processes without a seat, as far as this one knows."""
         self._restarted: set[RemoteProcess] = set()
-        """Members at whose address another life of theirs was found; it comes by itself, as a newcomer."""
+        """Members at whose address another process answers, or refuses this one for good: they come by themselves."""
         self._routes = Routes(self.card, config.interfaces, endpoint.credentials, self)
         self._relays = self._make_relays()
 
@@ -175,7 +175,11 @@ class LauncherMesh(Mesh):
         try:
             async with asyncio.timeout(attempt_seconds(is_relayed=is_relayed)):
                 await self.dial(peer)
-        except (ConnectError, TimeoutError, RefusedError, AuthError) as error:
+        except RefusedError as error:
+            if not error.retry:
+                self._restarted.add(peer)
+            return str(error)
+        except (ConnectError, TimeoutError, AuthError) as error:
             return str(error) or SILENCE
         return ""
 
@@ -207,8 +211,10 @@ class LauncherMesh(Mesh):
             self._use(visitor, link, hello.card, None)
         elif hello.purpose == "newcomer" or self.members is None:
             self._use(self._met(hello.card, hello.purpose), link, hello.card, None)
+        elif (peer := self.members.get(Seat(hello.rank))) is None or peer.is_dialled:
+            link.abort()  # this process got its seat, or dialled, since it judged the Hello
         else:
-            self._use(self.members[Seat(hello.rank)], link, hello.card, None)
+            self._use(peer, link, hello.card, None)
 
     def _met(self, card: messages.Card, purpose: str) -> RemoteProcess:
         """Return the process without a seat that a card is of."""
@@ -311,7 +317,7 @@ class LauncherMesh(Mesh):
         self, hello: messages.Hello, members: PeerTable, run: GivenRun
     ) -> messages.Welcome | messages.Refusal:
         known = members.get(Seat(hello.rank))
-        if known is not None and known.is_ready and known.key == messages.key_of(hello.card):
+        if known is not None and known.is_ready and known.key == messages.key_of(hello.card) and not known.is_dialled:
             return messages.Welcome(members.seat, self.card)  # its last link has ended, here or there
         own = (("run", self.run, hello.run), ("size", self._size, hello.size))
         for what, here, there in (*own, *self._differences(hello)):

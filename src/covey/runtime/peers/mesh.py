@@ -98,7 +98,7 @@ class Mesh:
         raise NotImplementedError
 
     def heard(self, remote: RemoteProcess, link: Link, message: messages.Control) -> None:
-        """Take a message that is no question of a command."""
+        """Take a message that is no question of a command or a keeper."""
         raise NotImplementedError
 
     def cut_off(self, remote: RemoteProcess, link: Link, reason: str) -> None:
@@ -163,7 +163,7 @@ class Mesh:
         self.link_listener.arrived(remote)
         self.note_heard(remote, link, message)
         match message:
-            case messages.Inspect():
+            case messages.Inspect() if remote in self.visitors:
                 self.visitors.asked(remote)
                 self._inspected(remote, message)
             case messages.RequestCheckpoint():
