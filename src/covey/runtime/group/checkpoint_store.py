@@ -110,8 +110,10 @@ class CheckpointStore:
         deadline = time.monotonic() + self._timeout(timeout)
         number, live, path = self._next(), self._engine.live, self._folder(folder)
         if self._last is not None and not self._last.wait_until_done(max(0.0, deadline - time.monotonic())):
-            within = f"the timeout of {self._timeout(timeout):g} s"
-            raise DeadlineError(f"{self._last.description} did not end within {within}; it continues")
+            seconds = self._timeout(timeout)
+            raise DeadlineError(
+                f"{self._last.description} did not end within the timeout of {seconds:g} s; it continues"
+            )
         snapshot = self._copy(state, step, keep, copies)
 
         def run() -> None:
