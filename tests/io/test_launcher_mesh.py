@@ -18,7 +18,9 @@ from covey.base.version import __version__
 from covey.proto.health import Cause, ProcessState
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
+from covey.runtime.joining.launched_links import LaunchedLinks
 from covey.runtime.joining.node import node_of
+from covey.runtime.links.handshake import RefusedError
 from covey.runtime.peers.launcher_mesh import LauncherMesh
 from covey.runtime.peers.peer_table import PeerTable
 from covey.testing.threads import run_threads
@@ -150,3 +152,24 @@ def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
             is_heard.set()
 
     run_threads(2, work, lanes="unix", timeout=DEADLINE)
+
+
+def test_a_member_that_dials_what_another_process_has_become_does_not_end_its_link() -> None:
+    """A restarted process listens where its predecessor did, which members of smaller seats may still dial."""
+
+    def work(group: covey.Group) -> tuple[str, bool]:
+        node, other = node_of(group), Seat(1 - group.rank)
+        assert node is not None
+        peer = node.peers[other]
+        before, refusal = peer.link, ""
+        group.barrier()
+        if group.rank == 0:
+            assert isinstance(node.links, LaunchedLinks)
+            with pytest.raises(RefusedError) as refused:
+                control.start(node.links.mesh.dial(peer)).result(DEADLINE)
+            refusal = str(refused.value)
+        group.barrier()
+        return refusal, peer.link is before and before is not None and before.is_open
+
+    said = run_threads(2, work, lanes="unix", timeout=DEADLINE)
+    assert said == [("rank 0 must not dial rank 1; the higher rank of a pair dials", True), ("", True)]
