@@ -160,11 +160,12 @@ def test_a_member_that_dials_what_another_process_has_become_does_not_end_its_li
     def work(group: covey.Group) -> tuple[str, bool]:
         node, other = node_of(group), Seat(1 - group.rank)
         assert node is not None
+        assert isinstance(node.links, LaunchedLinks)
+        assert isinstance(node.links.mesh, LauncherMesh)
         peer = node.peers[other]
         before, refusal = peer.link, ""
         group.barrier()
         if group.rank == 0:
-            assert isinstance(node.links, LaunchedLinks)
             with pytest.raises(RefusedError) as refused:
                 control.start(node.links.mesh.dial(peer)).result(DEADLINE)
             refusal = str(refused.value)
