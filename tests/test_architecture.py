@@ -219,6 +219,9 @@ WIRING = {"Engine", "Group", "Survival", "TensorGroup", "NodeProxy", "GroupStrat
 """Classes that make groups out of their parts; the last three are what programs make of a node or a group."""
 
 
+WHOLES = {"Node", "NodeParts", "Engine", "Group"}
+
+
 def test_no_class_is_handed_a_whole_node_engine_or_group() -> None:
     """In the rooms of groups, those that wire apart: a class takes what it uses."""
     rooms = [SRC / "runtime" / name for name in ("calls", "collectives", "compressed", "group", "messages")]
@@ -227,8 +230,8 @@ def test_no_class_is_handed_a_whole_node_engine_or_group() -> None:
         for holder in (each for each in ast.walk(tree_of(path)) if isinstance(each, ast.ClassDef)):
             for each in holder.body:
                 if isinstance(each, ast.FunctionDef) and each.name == "__init__" and holder.name not in WIRING:
-                    names = {name.id for name in ast.walk(each.args) if isinstance(name, ast.Name)}
-                    wrong += [f"{path}:{each.lineno} takes {name}" for name in names & {"Node", "Engine", "Group"}]
+                    names = {name.id for name in ast.walk(each.args) if isinstance(name, ast.Name)} & WHOLES
+                    wrong += [f"{path}:{each.lineno} takes {name}" for name in names]
     assert wrong == []
 
 
@@ -417,14 +420,9 @@ def later():
     assert [target_layer(name) for name in ("covey.runtime", "covey.Group", "covey")] == ["runtime", "covey", "covey"]
 
 
-def test_a_time_is_named_by_what_it_is_for() -> None:
-    """A name that fits many modules, such as LOOK_SECONDS, does not say which wait is meant."""
-    defined = re.compile(r"^_?([A-Z][A-Z_]*(?:_SECONDS|_EVERY)): Final", re.MULTILINE)
-    homes: dict[str, list[str]] = {}
-    for path in sorted(SRC.rglob("*.py")):
-        for name in defined.findall(path.read_text()):
-            homes.setdefault(name, []).append(str(path.relative_to(SRC)))
-    assert not {name: paths for name, paths in homes.items() if len(paths) > 3}
+def test_a_constant_is_defined_once() -> None:
+    """What has one meaning has one definition, which others import; a name says which of several meanings it has."""
+    assert tools.house.constants_twice(house()) == {}
 
 
 def test_processes_are_started_and_supervised_in_one_place() -> None:
@@ -463,8 +461,8 @@ def rooms_of_joints() -> Iterator[tuple[str, Path]]:
 
 
 def test_no_class_is_handed_the_node_that_wires_the_parts() -> None:
-    """`runtime.joining.node.Node` is a record of the parts of a run: each takes the parts that it uses."""
-    assert tools.house.takers(house(), "Node") == []
+    """`runtime.joining.node.NodeParts` is a record of the parts of a run: each takes the parts that it uses."""
+    assert tools.house.takers(house(), "NodeParts") == []
 
 
 def test_no_more_than_three_modules_of_a_room_need_each_other() -> None:

@@ -1,4 +1,4 @@
-"""Print the figures that show where the source drifts: slivers, knots, what takes `Node`, names that occur twice.
+"""Print the figures that show where the source drifts: slivers, knots, what takes `NodeParts`, names that occur twice.
 
     python -m tools.house [--json] [--all] [--walks]
 
@@ -36,7 +36,7 @@ MOST_METHODS: Final = 25
 MOST_IN_KNOT: Final = 3
 """Modules that may import each other, for types, inside a room."""
 LOCATORS: Final = {
-    "Node": "covey.runtime.joining.node",
+    "NodeParts": "covey.runtime.joining.node",
     "Engine": "covey.runtime.collectives.engine",
 }
 """Classes that hold everything, and where they are defined: a class that is handed one depends on all of it."""
@@ -239,7 +239,9 @@ def _constants(module: Module) -> Iterator[str]:
 
 
 def _is_type_variable(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "TypeVar"
+    return (
+        isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("ParamSpec", "TypeVar")
+    )
 
 
 def _several(found: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

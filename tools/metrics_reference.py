@@ -14,7 +14,7 @@ from typing import Any, Final
 import covey.metrics
 from covey.base.settings import LANES
 from covey.runtime.counters import CODECS_LIMIT
-from covey.runtime.metrics.samples import BOUNDS, OTHER_PEERS, PEERS_LIMIT, TABLE
+from covey.runtime.metrics.samples import BOUNDS, LABELLED_PEERS, OTHER_PEERS, TABLE
 
 REFERENCE: Final = Path(__file__).parents[1] / "docs" / "reference"
 PAGE: Final = REFERENCE / "metrics.md"
@@ -39,7 +39,7 @@ TAIL: Final = f"""
 |---|---|
 | `op` | the name of the operation: `all_reduce`, `barrier` and so on |
 | `lane` | the kind of lane: {", ".join(f"`{lane}`" for lane in LANES[1:])} or `memory` |
-| `peer` | the seat of the other process: its rank in the first generation; `{OTHER_PEERS}` from {PEERS_LIMIT} on |
+| `peer` | the seat of the other process: its rank in the first generation; `{OTHER_PEERS}` from {LABELLED_PEERS} on |
 | `codec` | the codec, such as `int8`; `other` after the first {CODECS_LIMIT} of a group |
 | `kind` | the kind of event, as in `group.events()` |
 | `rank` | the rank in the current generation |

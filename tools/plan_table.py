@@ -49,7 +49,7 @@ def row(case: Case) -> list[str]:
     """Return the cells of one line of the table."""
     network = case.network
     found = fit.fit(network, NBYTES // 4, 4, DEFAULT_PLAN_SIZES)
-    plain = next(each.fitted for each in found if each.why == fit.PLAIN)
+    plain = next(each.fitted for each in found if each.why == fit.PLAIN_PLAN)
     bound = cost.bound(network, NBYTES)
     times, errors = [], []
     for fitted in (plain, found[0].fitted):

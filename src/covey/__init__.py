@@ -154,7 +154,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "wait_any",
 ]
 
-_HOMES = {
+_HOME_MODULES = {
     "ANY": "covey.base.numbers",
     "BF16": "covey.compress.casts",
     "CallStream": "covey.runtime.calls.work",
@@ -220,7 +220,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES.get(name, "covey.base.errors")), name)
+    value = globals()[name] = getattr(import_module(_HOME_MODULES.get(name, "covey.base.errors")), name)
     return value
 
 

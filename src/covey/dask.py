@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, DeadlineError
 from covey.engines.collecting import collect
-from covey.engines.seats import Site, end, free_pair, need_workers, seat_workers, sit
+from covey.engines.seats import ENGINE_START_SECONDS, Site, end, free_pair, need_workers, seat_workers, sit
 
 try:
     import cloudpickle
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
-START_SECONDS: Final = 120.0
 WORKERS_ASK_EVERY: Final = 0.5
 """How often the scheduler is asked which workers are there: it keeps the task of a lost worker for its return."""
 
@@ -38,7 +37,7 @@ def launch(
     num_workers: int | None = None,
     workers: Sequence[str] | None = None,
     timeout: float | None = None,
-    start_timeout: float = START_SECONDS,
+    start_timeout: float = ENGINE_START_SECONDS,
     **join: Any,
 ) -> list[Any]:
     """Call `fn(group, *args)` on workers of a Dask cluster, one rank on each, and return the results, by rank.

@@ -7,11 +7,11 @@ TorchTrainer(step, torch_config=covey.ray.CoveyConfig(), ...)    # Ray Train, ov
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from covey.base.errors import ConfigError, DeadlineError
 from covey.engines.collecting import collect
-from covey.engines.seats import SECRET_BYTES, Site, free_pair, need_workers, seat_workers, sit
+from covey.engines.seats import ENGINE_START_SECONDS, RUN_SECRET_BYTES, Site, free_pair, need_workers, seat_workers, sit
 
 try:
     import ray
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CoveyConfig", "launch"]
 
-START_SECONDS: Final = 120.0
-
 
 def launch(
     fn: Callable[..., Any],
@@ -40,7 +38,7 @@ def launch(
     resources: Mapping[str, float] | None = None,
     strategy: str = "PACK",
     timeout: float | None = None,
-    start_timeout: float = START_SECONDS,
+    start_timeout: float = ENGINE_START_SECONDS,
     **join: Any,
 ) -> list[Any]:
     """Call `fn(group, *args)` in `num_workers` Ray actors and return the results, by rank.
@@ -140,7 +138,7 @@ def _make_config() -> type:
         """Gives the workers a secret, then makes the process group as for any backend of torch."""
 
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            worker_group.execute(_take_secret, secrets.token_hex(SECRET_BYTES))
+            worker_group.execute(_take_secret, secrets.token_hex(RUN_SECRET_BYTES))
             super().on_start(worker_group, backend_config)
 
     @dataclass

@@ -22,9 +22,9 @@ import covey
 from covey import CheckpointError, ConfigError, MismatchError
 from covey.proto.shards.boxes import split
 from covey.runtime.shards import folder as folders
-from covey.runtime.shards.folder import MANIFEST, ShardFolder, decode_manifest, encode_manifest
+from covey.runtime.shards.folder import MANIFEST_FILE, ShardFolder, decode_manifest, encode_manifest
 from covey.testing import run_threads
-from covey.wire.shards import CHUNK_BYTES
+from covey.wire.shards import SHARD_CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -250,7 +250,7 @@ def test_damaged_files_are_replaced_by_copies_and_named_if_there_are_none(places
     run_threads(3, save, places, 3)
     damage(places[0], "shard-00000-*", flip)
     damage(places[1], "shard-00001-*", lambda data: data[:-1])
-    damage(places[2], MANIFEST, flip)
+    damage(places[2], MANIFEST_FILE, flip)
     assert run_threads(3, load, places) == [3, 3, 3]
     damage(places[1], "shard-00000-*", flip)
     with pytest.raises(ExceptionGroup) as failed:
@@ -261,7 +261,7 @@ def test_damaged_files_are_replaced_by_copies_and_named_if_there_are_none(places
 
 def test_a_manifest_of_a_later_release_is_refused_and_stays_as_it_is(places: list[Path]) -> None:
     run_threads(1, save, places, 3)
-    (file,) = places[0].glob(f"step-*/{MANIFEST}")
+    (file,) = places[0].glob(f"step-*/{MANIFEST_FILE}")
     later = file.read_bytes().replace(b'"format": 1', b'"format": 2')
     file.write_bytes(later)
     for function in (load, lambda group, places: save(group, places, 4)):
@@ -279,7 +279,7 @@ def test_foreign_files_and_links_are_neither_read_nor_deleted(places: list[Path]
     (places[0] / "notes").write_text("mine")
     fake = places[0] / f"step-0000000009.{'0' * 16}"
     fake.mkdir()
-    (fake / MANIFEST).symlink_to(secret)
+    (fake / MANIFEST_FILE).symlink_to(secret)
     (fake / "shard-00000-of-00001.safetensors").symlink_to(secret)
     assert run_threads(1, load, places) == [1]
     run_threads(1, save, places, 2, 3, 4, 5)
@@ -289,7 +289,7 @@ def test_foreign_files_and_links_are_neither_read_nor_deleted(places: list[Path]
 
 
 def test_chunks_of_large_shards_come_whole_from_several_ranks(places: list[Path]) -> None:
-    count = 5 * CHUNK_BYTES // 8 + 12345
+    count = 5 * SHARD_CHUNK_BYTES // 8 + 12345
 
     def body(group: Group, save_first: bool) -> None:
         values = np.arange(count, dtype=np.int64)

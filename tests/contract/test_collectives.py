@@ -153,7 +153,7 @@ def test_gather_scatter_and_all_to_all_move_uneven_blocks(size: int, lanes: str)
 
 @pytest.mark.parametrize(("size", "lanes"), pairs([2, 4, 1], LANES))
 def test_blocks_around_the_size_that_travels_with_its_shape_arrive_whole(size: int, lanes: str) -> None:
-    most = movements.INLINE_BYTES
+    most = movements.RECORD_INLINE_BYTES
 
     def block(sender: int, receiver: int, shift: int) -> Array:
         """Some blocks fit, some do not, and each rank has both kinds for the others."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import covey
-from covey.base.html import COLOURS
+from covey.base.html import MARK_COLOURS
 from covey.runtime.group.topology import Topology, TopologyHost, TopologyLink, TopologyNode
 from covey.testing import run_threads
 
@@ -28,7 +28,7 @@ def test_a_group_shows_its_ranks_with_their_state_and_lane() -> None:
         assert f"rank {rank} of 3" in now
         assert now.count("<tr>") == 4
         assert f"{rank} (this one)" in now
-        assert now.count(COLOURS["good"]) == 3
+        assert now.count(MARK_COLOURS["good"]) == 3
         assert now.count("<td") == 3 * 7
         assert "closed" in closed
 
@@ -44,15 +44,15 @@ def test_a_work_shows_how_it_is_and_what_it_raised() -> None:
     def body(group: covey.Group) -> None:
         other = 1 - group.rank
         waiting = group.recv(other, async_op=True)
-        assert COLOURS["busy"] in shown(waiting)
+        assert MARK_COLOURS["busy"] in shown(waiting)
         group.barrier()
         group.send(np.ones(2), other)
         waiting.wait()
-        assert COLOURS["good"] in shown(waiting)
+        assert MARK_COLOURS["good"] in shown(waiting)
         failed = group.recv(other, 9, out=np.ones(3), async_op=True)
         group.send(np.ones(2), other, 9)
         assert isinstance(failed.exception(), covey.MismatchError)
-        assert COLOURS["bad"] in shown(failed)
+        assert MARK_COLOURS["bad"] in shown(failed)
         assert "MismatchError" in shown(failed)
 
     run_threads(2, body)

@@ -13,7 +13,7 @@ from covey.base.errors import ConfigError
 from covey.plan import measurement
 from covey.plan.choose import PLANNED_BYTES
 from covey.runtime.collectives import link_probes, planner, saved_links, size_class
-from covey.runtime.collectives.planner import PLAIN_CALLS
+from covey.runtime.collectives.planner import TIMED_PLAIN_CALLS
 from covey.runtime.joining.node import node_of
 from covey.testing.threads import run_threads
 
@@ -27,7 +27,7 @@ SLOW, FAST = 4_000_000, 40_000_000
 """Bytes per second of lanes: so slow that no moment in which the machine stands still decides the choice."""
 
 
-MEASURED = PLAIN_CALLS + len(measurement.SHARES) - 1
+MEASURED = TIMED_PLAIN_CALLS + len(measurement.SHARES) - 1
 """Large sums after which the links are known, if no machine stands still: one for each pass."""
 
 
@@ -115,11 +115,11 @@ def test_on_uneven_links_all_ranks_change_to_the_same_faster_plan(
 
     def body(group: Group) -> tuple[Any, ...]:
         with paced(group) as part:
-            bits = [check_sum(part, number) for number in range(PLAIN_CALLS)]
+            bits = [check_sum(part, number) for number in range(TIMED_PLAIN_CALLS)]
             before = part.explain(4 * COUNT)
             assert (before.algorithm, before.predicted_seconds) == ("ring", None)
             assert before.topology.measured_at is None, "only a part of the measurement is done"
-            bits += [check_sum(part, number) for number in range(PLAIN_CALLS, PLAIN_CALLS + 5)]
+            bits += [check_sum(part, number) for number in range(TIMED_PLAIN_CALLS, TIMED_PLAIN_CALLS + 5)]
             after = part.explain(4 * COUNT)
             assert after.topology.measured_at is not None
             assert after.predicted_seconds is not None
@@ -200,7 +200,7 @@ def test_a_plan_that_was_slower_than_a_burst_comes_back_when_the_burst_is_over(m
     def took(attempt: Any, kind: Any) -> float:
         """Return what the ranks agree on, as if the plain plan had been fast at first, and slow when timed again."""
         seconds = agreed(attempt, kind)
-        if kind.choice.fitted is not None or seconds == size_class.UNKNOWN:
+        if kind.choice.fitted is not None or seconds == size_class.UNMEASURED:
             return seconds
         plain[attempt.slot] += 1
         return 1e-6 if plain[attempt.slot] == 1 else 1e6
@@ -210,7 +210,8 @@ def test_a_plan_that_was_slower_than_a_burst_comes_back_when_the_burst_is_over(m
     def body(group: Group) -> tuple[Any, ...]:
         with paced(group) as part:
             bits = [
-                check_sum(part, number) for number in range(MEASURED + 2 * planner.CHECKING + planner.PLAIN_CALLS + 2)
+                check_sum(part, number)
+                for number in range(MEASURED + 2 * planner.CHECKING + planner.TIMED_PLAIN_CALLS + 2)
             ]
             return bits, told(group), part.explain(4 * COUNT).why
 

@@ -21,7 +21,7 @@ from tests.support.waiting import DEADLINE
 from covey.net.lanes import shm
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.ring import CONTROL_BYTES, memory_bytes
-from covey.wire.header import HEADER_BYTES
+from covey.wire.header import TRANSFER_HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such a call")
 pytestmark = [needs_native, needs_linux]
 
-ADDRESS_AT = HEADER_BYTES - 8
+ADDRESS_AT = TRANSFER_HEADER_BYTES - 8
 SIZES = [300_000, 3 * MIB + 7]
 
 
@@ -206,7 +206,7 @@ def test_memory_that_the_kernel_cannot_read_comes_through_the_ring(ends: context
     sent = transfers([MIB, MIB + 5])
     near, far = started(ends, pair[0], sent, []), started(ends, pair[1], [], sent)
     assert not near.advance()
-    struct.pack_into("<Q", memory, CONTROL_BYTES + HEADER_BYTES + ADDRESS_AT, address)
+    struct.pack_into("<Q", memory, CONTROL_BYTES + TRANSFER_HEADER_BYTES + ADDRESS_AT, address)
     for _ in range(1000):
         if near.advance() & far.advance():
             break
@@ -220,7 +220,7 @@ def test_an_address_that_was_not_asked_for_is_another_header(ends: contextlib.Ex
     sent = transfers([1000])
     near, far = started(ends, pair[0], sent, []), started(ends, pair[1], [], sent)
     assert near.advance()
-    struct.pack_into("<Q", memory, CONTROL_BYTES + HEADER_BYTES + ADDRESS_AT, 0x1000)
+    struct.pack_into("<Q", memory, CONTROL_BYTES + TRANSFER_HEADER_BYTES + ADDRESS_AT, 0x1000)
     with pytest.raises(OtherHeaderError):
         far.advance(DEADLINE)
     far.check_canaries()

@@ -19,8 +19,8 @@ from tests.support.waiting import DEADLINE
 from covey.net.lanes.lane import PIECE_BYTES, Incoming, Lane, LaneClosedError, Outgoing
 from covey.net.lanes.ring import RingLane, memory_bytes
 from covey.net.lanes.stream import SEND_BYTES, StreamLane
-from covey.wire.header import HEADER_BYTES, TransferHeader
-from covey.wire.seal import RECORD_LIMIT
+from covey.wire.header import TRANSFER_HEADER_BYTES, TransferHeader
+from covey.wire.seal import SEALED_RECORD_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 KIB, MIB = 1 << 10, 1 << 20
-EDGES = [0, 1, 63, 64, 65, 2047, 2048, 2049, 4096, 4097, 64 * KIB, 64 * KIB + 1, RECORD_LIMIT - 1, RECORD_LIMIT,
-         RECORD_LIMIT + 1, PIECE_BYTES - 64, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, SEND_BYTES,
+EDGES = [0, 1, 63, 64, 65, 2047, 2048, 2049, 4096, 4097, 64 * KIB, 64 * KIB + 1,
+         SEALED_RECORD_LIMIT - 1, SEALED_RECORD_LIMIT, SEALED_RECORD_LIMIT + 1,
+         PIECE_BYTES - 64, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, SEND_BYTES,
          3 * MIB + 5]  # fmt: skip
 
 Pair = tuple[Lane, Lane]
@@ -401,7 +402,7 @@ def test_the_first_bytes_of_a_lane_leave_with_their_header_in_one_call() -> None
         out = outgoing(message)
         assert lane.transmit(out)
         assert out.sent == 100
-        assert far.recv(HEADER_BYTES + 101) == message.header + message.payload.tobytes()
+        assert far.recv(TRANSFER_HEADER_BYTES + 101) == message.header + message.payload.tobytes()
     finally:
         lane.close()
         far.close()

@@ -27,8 +27,8 @@ from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.ring import RingLane, memory_bytes
 from covey.net.lanes.sealed import SealedLane
 from covey.net.lanes.stream import StreamLane
-from covey.wire.header import HEADER_BYTES, SMALL_BYTES, flagged
-from covey.wire.seal import DIALLER, NEXT_KEY, RECORD_LIMIT, RECORD_OVERHEAD_BYTES, Sealer, lane_keys
+from covey.wire.header import SMALL_BYTES, TRANSFER_HEADER_BYTES, flagged
+from covey.wire.seal import DIALLER, NEXT_KEY, RECORD_OVERHEAD_BYTES, SEALED_RECORD_LIMIT, Sealer, lane_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,8 +38,8 @@ pytestmark = needs_native
 KIB, MIB = 1 << 10, 1 << 20
 SMALL = [0, 1, 63, 64, 65, 127, 128, 129, 1000, SMALL_BYTES - 1, SMALL_BYTES, SMALL_BYTES + 1, 5000]
 # Around the pieces of a ring, what a stream reads and sends at once, the chunks that are sealed, and records.
-LIMITS = [1 << 16, 1 << 17, 1 << 18, 1 << 20, RECORD_LIMIT]
-LARGE = [*SMALL, *(limit + by for limit in LIMITS for by in (-64, -1, 0, 1)), 2 * RECORD_LIMIT + 5]
+LIMITS = [1 << 16, 1 << 17, 1 << 18, 1 << 20, SEALED_RECORD_LIMIT]
+LARGE = [*SMALL, *(limit + by for limit in LIMITS for by in (-64, -1, 0, 1)), 2 * SEALED_RECORD_LIMIT + 5]
 REDUCED = [np.dtype(name) for name in ("uint8", "uint16", "uint32", "uint64", "complex128")]
 
 Pair = tuple[Any, Any]
@@ -282,7 +282,7 @@ def test_a_header_may_say_that_a_change_is_pending_and_nothing_else(ends: contex
     ends.callback(receiver.close)
     in_parallel(moved(ends, near, marked, []), receiver.run)
     assert receiver.runner.change_pending
-    for at in range(HEADER_BYTES):
+    for at in range(TRANSFER_HEADER_BYTES):
         near, far = make(ends, (False, True))
         header = bytearray(sent[0].header)
         header[at] ^= 2
@@ -408,7 +408,7 @@ def test_altered_records_end_the_lane_and_change_no_number(case: tuple[int, Any,
 
 def alter_records(ends: contextlib.ExitStack, count: int, alter: Any, nbytes: int, dtype: np.dtype[Any] | None) -> None:
     source, far = sealed.unix_pairs(ends, count)
-    sent = transfers([nbytes] * (7 if nbytes < RECORD_LIMIT else 2), dtype)
+    sent = transfers([nbytes] * (7 if nbytes < SEALED_RECORD_LIMIT else 2), dtype)
     records = sealed.sealed_records(sent, count)
     alter(records)
     receiver = NativeEnd(sealed_end(ends, far, is_native=True, dialler=False), [], sent)
@@ -449,7 +449,7 @@ def feed(receiver: NativeEnd, socks: list[socket.socket], wire: list[bytes]) -> 
 def test_records_on_the_streams_in_turn_are_sent_and_received(ends: contextlib.ExitStack, count: int) -> None:
     near, tap = sealed.unix_pairs(ends, count)
     source, far = sealed.unix_pairs(ends, count)
-    sent = transfers([1600, 5 * RECORD_LIMIT, 0, 7])
+    sent = transfers([1600, 5 * SEALED_RECORD_LIMIT, 0, 7])
     records = sealed.sealed_records(sent, count)
     sender = NativeEnd(sealed_end(ends, near, is_native=True, dialler=True), sent, [])
     receiver = NativeEnd(sealed_end(ends, far, is_native=True, dialler=False), [], sent)
@@ -485,7 +485,7 @@ def test_a_peer_that_cuts_its_payload_otherwise_is_refused(ends: contextlib.Exit
 @pytest.mark.parametrize("count", [1, 3])
 def test_keys_that_the_other_end_changes_are_followed(ends: contextlib.ExitStack, count: int) -> None:
     source, far = sealed.unix_pairs(ends, count)
-    sent = transfers([5000, 70_000, 10, 3 * RECORD_LIMIT])
+    sent = transfers([5000, 70_000, 10, 3 * SEALED_RECORD_LIMIT])
     receiver = NativeEnd(sealed_end(ends, far, is_native=True, dialler=False), [], sent)
     ends.callback(receiver.close)
     feed(receiver, source, [b"".join(each) for each in sealed.sealed_records(sent, count, renews=True)])

@@ -23,7 +23,7 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey import Group
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
 
 
 def test_members_are_described_by_name_machine_and_what_it_has() -> None:
@@ -182,5 +182,5 @@ def test_members_from_the_beginning_are_told_no_past_and_nonsense_from_a_member_
     run_threads(2, body)
 
 
-async def _tell(node: Node, seat: Seat, body: bytes) -> None:
+async def _tell(node: NodeParts, seat: Seat, body: bytes) -> None:
     node.inbox.heard(seat, messages.Past(body))

@@ -9,7 +9,7 @@ import pytest
 from tests.support.lane_pairs import open_pair
 
 from covey.base import settings
-from covey.base.lane_kinds import KINDS, LaneKind, LaneName, LaneReach, named_kinds, register
+from covey.base.lane_kinds import LANE_KINDS, LaneKind, LaneName, LaneReach, named_kinds, register
 from covey.base.setting_kinds import OneOf
 from covey.base.settings import LANES
 from covey.net.lanes.stream import StreamLane
@@ -49,7 +49,7 @@ def loud(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setitem(cast("dict[str, Any]", settings.SETTINGS), "lanes", row._replace(kind=OneOf(named_kinds())))
     monkeypatch.setattr(LoudLane, "sent", 0)
     yield "loud"
-    del KINDS["loud"]
+    del LANE_KINDS["loud"]
 
 
 def test_a_kind_that_is_registered_is_a_lane_like_any_other(loud: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +84,8 @@ def test_every_kind_can_be_named_by_programs_and_their_type_checkers() -> None:
     assert ("auto", *named_kinds()) == LANES
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", LANE_KINDS.values(), ids=lambda kind: kind.name)
 def test_what_a_row_says_fits_together(kind: LaneKind) -> None:
     assert issubclass(opener_class(kind), LaneOpener)
-    assert not kind.instead or KINDS[kind.instead].reach is kind.reach
+    assert not kind.instead or LANE_KINDS[kind.instead].reach is kind.reach
     assert kind.is_of_network or not (kind.is_sealed or kind.is_resumable or kind.can_spread)

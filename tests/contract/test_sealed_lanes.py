@@ -23,13 +23,13 @@ from covey.base.errors import ConfigError
 from covey.net.lanes.lane import LaneClosedError
 from covey.net.lanes.sealed import JOINED_BYTES, SealedLane, SealedSocket
 from covey.runtime.messages import message_lane
-from covey.wire.header import HEADER_BYTES
+from covey.wire.header import TRANSFER_HEADER_BYTES
 from covey.wire.seal import (
     DIALLER,
     NEXT_KEY,
-    RECORD_LIMIT,
     RECORD_OVERHEAD_BYTES,
     REKEY_SECONDS,
+    SEALED_RECORD_LIMIT,
     Sealer,
     lane_keys,
     record_length,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 SECRET, LANE = bytes(range(32)), b"\x07lane"
 KIB, MIB = 1 << 10, 1 << 20
-LARGE = 2 * RECORD_LIMIT + 16
+LARGE = 2 * SEALED_RECORD_LIMIT + 16
 """Bytes of a transfer that has three records besides its header."""
 
 Sockets = list[socket.socket]
@@ -100,9 +100,9 @@ def acceptor(stack: contextlib.ExitStack, socks: Sockets) -> SealedLane:
 def record_sizes(nbytes: int, streams: int = 1) -> list[int]:
     """Return the plaintext lengths of the records of a transfer over so many streams, in their order."""
     if nbytes <= 2048:
-        return [HEADER_BYTES + nbytes]
+        return [TRANSFER_HEADER_BYTES + nbytes]
     limit = 2 * MIB if streams <= 2 else 64 * KIB
-    return [HEADER_BYTES, *(min(limit, nbytes - at) for at in range(0, nbytes, limit))]
+    return [TRANSFER_HEADER_BYTES, *(min(limit, nbytes - at) for at in range(0, nbytes, limit))]
 
 
 def sealed_records(transfers: list[Transfer], streams: int = 1, *, renews: bool = False) -> Records:
@@ -173,7 +173,18 @@ def flipped(data: bytes, at: int) -> bytes:
 def test_records_that_are_split_anywhere_arrive_whole(ends: contextlib.ExitStack) -> None:
     near, far = narrow_pairs(ends, 1)
     one, other = dialler(ends, near), acceptor(ends, far)
-    sizes = [0, 1, 2047, 2048, 2049, 70_000, RECORD_LIMIT - 1, RECORD_LIMIT, RECORD_LIMIT + 1, 2 * RECORD_LIMIT + 5]
+    sizes = [
+        0,
+        1,
+        2047,
+        2048,
+        2049,
+        70_000,
+        SEALED_RECORD_LIMIT - 1,
+        SEALED_RECORD_LIMIT,
+        SEALED_RECORD_LIMIT + 1,
+        2 * SEALED_RECORD_LIMIT + 5,
+    ]
     there = [transfer(number, size) for number, size in enumerate(sizes)]
     back = [transfer(50 + number, size) for number, size in enumerate(sizes[4:7])]
     carry(End(one, there, back), End(other, back, there))
@@ -197,7 +208,7 @@ def test_a_stream_has_another_key_after_a_quarter_of_an_hour_and_nothing_is_lost
     sent, marked, wire = [], [], b""
     for number, seconds in enumerate((0.0, REKEY_SECONDS - 1, 1.0, 0.0, REKEY_SECONDS, 3 * REKEY_SECONDS)):
         clock.now += seconds
-        sent.append(transfer(number, 2 * RECORD_LIMIT + 5))  # four records
+        sent.append(transfer(number, 2 * SEALED_RECORD_LIMIT + 5))  # four records
         (records,) = capture(sender, far, sent[-1:])
         marked.append(sum(map(is_marked, records)))
         wire += b"".join(records)
@@ -233,7 +244,7 @@ def test_messages_cross_a_sealed_socket_whose_keys_change_with_every_record(
 def test_a_transfer_counts_as_sent_when_all_of_it_is_with_the_kernel(ends: contextlib.ExitStack) -> None:
     near, (far,) = narrow_pairs(ends, 1)
     far.setblocking(False)
-    lane, whole = dialler(ends, near), transfer(1, 3 * RECORD_LIMIT + 77)
+    lane, whole = dialler(ends, near), transfer(1, 3 * SEALED_RECORD_LIMIT + 77)
     out, wire = outgoing(whole), bytearray()
     deadline = time.monotonic() + DEADLINE
     while out.sent < out.nbytes:
@@ -255,13 +266,13 @@ def test_a_small_transfer_leaves_in_one_record_and_one_call(ends: contextlib.Exi
     assert lane.transmit(out)
     assert out.sent == nbytes
     record = far[0].recv(MIB)
-    assert record_length(record) == HEADER_BYTES + nbytes
-    assert len(record) == HEADER_BYTES + nbytes + RECORD_OVERHEAD_BYTES
+    assert record_length(record) == TRANSFER_HEADER_BYTES + nbytes
+    assert len(record) == TRANSFER_HEADER_BYTES + nbytes + RECORD_OVERHEAD_BYTES
 
 
 def test_records_are_those_of_the_format_and_show_nothing_of_what_they_carry(ends: contextlib.ExitStack) -> None:
     near, far = unix_pairs(ends, 1)
-    header, payload = transfer(1, 5 * RECORD_LIMIT // 2)[:2]
+    header, payload = transfer(1, 5 * SEALED_RECORD_LIMIT // 2)[:2]
     payload[:] = np.resize(np.frombuffer(b"the gradients of some model.", np.uint8), payload.size)
     sent = [Transfer(header, payload), Transfer(header, payload[:9])]
     records = capture(dialler(ends, near), far, sent)
@@ -330,7 +341,7 @@ def cut_between_records(records: Records) -> None:
 
 
 def claim_too_much(records: Records) -> None:
-    records[-1][1] = (RECORD_LIMIT + 1).to_bytes(4, "little") + records[-1][1][4:]
+    records[-1][1] = (SEALED_RECORD_LIMIT + 1).to_bytes(4, "little") + records[-1][1][4:]
 
 
 def claim_a_little_less(records: Records) -> None:
@@ -353,7 +364,7 @@ SPLICED = [swap_streams, swap_whole_streams]
 def test_altering_the_stream_ends_the_lane_and_changes_no_number(alter: Callable[[Records], None], nbytes: int) -> None:
     with contextlib.ExitStack() as ends:
         source, far = unix_pairs(ends, 1)
-        transfers = [transfer(number, nbytes) for number in range(7 if nbytes < RECORD_LIMIT else 2)]
+        transfers = [transfer(number, nbytes) for number in range(7 if nbytes < SEALED_RECORD_LIMIT else 2)]
         records = sealed_records(transfers)
         assert len(records[0]) >= 3, "too little to alter"
         alter(records)
@@ -370,7 +381,7 @@ def test_altering_the_stream_ends_the_lane_and_changes_no_number(alter: Callable
 def test_records_that_are_not_altered_are_received(ends: contextlib.ExitStack) -> None:
     """The other side of the tests above: it is the alteration that ends the lane."""
     source, far = unix_pairs(ends, 1)
-    transfers = [transfer(number, 5 * RECORD_LIMIT) for number in range(3)]
+    transfers = [transfer(number, 5 * SEALED_RECORD_LIMIT) for number in range(3)]
     readers = [Reader(each) for each in transfers]
     feed(acceptor(ends, far), source, [b"".join(each) for each in sealed_records(transfers)], readers)
     for reader in readers:
@@ -552,7 +563,7 @@ both_widths = pytest.mark.parametrize("group", [unix_pairs, narrow_pairs], ids=[
 
 @pytest.mark.parametrize("group", [unix_pairs], indirect=True)
 def test_messages_of_any_size_cross_sealed_sockets_both_ways_at_once(group: MessengerGroup) -> None:
-    sizes = [0, 1, JOINED_BYTES - 1, JOINED_BYTES, 64 * KIB, 64 * KIB + 1, RECORD_LIMIT, MIB + 3, 20 * MIB, 5]
+    sizes = [0, 1, JOINED_BYTES - 1, JOINED_BYTES, 64 * KIB, 64 * KIB + 1, SEALED_RECORD_LIMIT, MIB + 3, 20 * MIB, 5]
 
     def rank_body(rank: int) -> Callable[[], None]:
         def body() -> None:

@@ -40,7 +40,7 @@ from covey.testing import run_threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
 
 NEVER = 2 * DEADLINE
 """Seconds that no test waits."""
@@ -67,10 +67,10 @@ def launched() -> Iterator[Callable[..., LaunchedRank]]:
 @pytest.fixture(autouse=True)
 def _limits_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for one of covey's own limits, and then goes on, waits longer than a test does."""
-    for name in ("FLUSH_SECONDS", "END_SECONDS", "OTHER_CLOSE_SECONDS"):
+    for name in ("MESSAGES_FLUSH_SECONDS", "OPERATION_END_SECONDS", "OTHER_CLOSE_SECONDS"):
         monkeypatch.setattr(closure, name, NEVER)
     for module in (driving_thread, shared_driving):
-        for name in ("STEP_ASIDE_SECONDS", "IDLE_SECONDS"):
+        for name in ("STEP_ASIDE_SECONDS", "IDLE_DRIVER_SECONDS"):
             monkeypatch.setattr(module, name, NEVER)
 
 
@@ -201,7 +201,7 @@ def test_an_interrupted_newcomer_leaves_the_control_loop_whole(
 ) -> None:
     become_a_node, waits = Newcomer.become_a_node, threading.Event()
 
-    async def tell_and_become_a_node(newcomer: Newcomer, wait: float) -> Node:
+    async def tell_and_become_a_node(newcomer: Newcomer, wait: float) -> NodeParts:
         waits.set()
         return await become_a_node(newcomer, wait)
 
@@ -224,9 +224,9 @@ def test_an_interrupted_newcomer_leaves_the_control_loop_whole(
 def test_a_link_that_comes_while_a_node_closes_is_not_kept(
     launched: Callable[..., LaunchedRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    close, closes, came = nodes.Node.close, threading.Event(), list[Any]()
+    close, closes, came = nodes.NodeParts.close, threading.Event(), list[Any]()
 
-    def close_slowly(node: Node) -> None:
+    def close_slowly(node: NodeParts) -> None:
         if node.seat == 0:
             waits = threading.Event()
 
@@ -244,7 +244,7 @@ def test_a_link_that_comes_while_a_node_closes_is_not_kept(
             assert waits.wait(DEADLINE)
         close(node)
 
-    monkeypatch.setattr(nodes.Node, "close", close_slowly)
+    monkeypatch.setattr(nodes.NodeParts, "close", close_slowly)
     monkeypatch.setattr(nodes, "GOODBYE_SECONDS", DEADLINE)
 
     def join(rank: int) -> None:
@@ -335,7 +335,7 @@ def test_a_fork_ends_its_copies_of_operations_whichever_thread_was_at_them() -> 
 
 
 def test_a_group_that_is_dropped_takes_its_thread_for_messages_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driving_thread, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(driving_thread, "IDLE_DRIVER_SECONDS", 0.05)
 
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.endswith(" messages")]

@@ -40,7 +40,7 @@ for step in range(10**9):
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[bytes], Collector]]:
-    monkeypatch.setattr(collecting, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(collecting, "COLLECT_EVERY", 0.1)
     (tmp_path / "watched.py").write_text(PROGRAM)
     argv = [sys.executable, "-m", "covey", "run", "-n", "4", str(tmp_path / "watched.py"), str(tmp_path)]
     keeper = forked.Popen(argv, stdout=forked.DEVNULL, stderr=forked.DEVNULL)

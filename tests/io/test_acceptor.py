@@ -18,10 +18,10 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import AuthError, ConnectError
 from covey.runtime.links import acceptor as acceptor_module
 from covey.runtime.links import probe as probe_module
-from covey.runtime.links.acceptor import STRANGERS_AT_ONCE, Acceptor
+from covey.runtime.links.acceptor import NODE_STRANGERS_AT_ONCE, Acceptor
 from covey.runtime.links.handshake import LinkCredentials, connect, receive_exactly
 from covey.runtime.links.probe import best_way, sound, throughput
-from covey.runtime.links.source_limits import SOURCE_BURST, SOURCE_RATE
+from covey.runtime.links.source_limits import SOURCE_CONNECTIONS_BURST, SOURCE_CONNECTIONS_RATE
 from covey.wire import door
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ Where = tuple[str, int]
 @pytest.fixture(autouse=True)
 def _in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No dialler is sent away, and no probe gives up, because this machine stands still."""
-    monkeypatch.setattr(acceptor_module, "STRANGER_SECONDS", DEADLINE)
+    monkeypatch.setattr(acceptor_module, "NODE_STRANGER_SECONDS", DEADLINE)
     monkeypatch.setattr(probe_module, "PROBE_SECONDS", DEADLINE)
 
 
@@ -178,14 +178,14 @@ def test_the_one_too_many_at_the_door_sends_the_oldest_stranger_away() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         acceptor, where = await stack.enter_async_context(opened(listener()))
         crowd = []
-        for _ in range(STRANGERS_AT_ONCE):
+        for _ in range(NODE_STRANGERS_AT_ONCE):
             crowd.append(await Visitor.come(stack, where))
             await crowd[-1].challenge()  # each is at the door before the next one comes
         assert acceptor.turned_away == 0
         await (await Visitor.come(stack, where)).challenge()
         assert await crowd[0].rest() == b""
         assert acceptor.turned_away == 1
-        assert len(acceptor._strangers) == STRANGERS_AT_ONCE
+        assert len(acceptor._strangers) == NODE_STRANGERS_AT_ONCE
         assert {visitor.sock.getsockname() for visitor in crowd[1:]} <= {
             sock.getpeername() for sock in acceptor._strangers
         }
@@ -213,9 +213,9 @@ def test_in_a_crowd_those_from_a_members_address_stay() -> None:
         acceptor.member_ips.add("127.0.0.2")
         member = await Visitor.come(stack, where, "127.0.0.2")
         challenge = await member.challenge()
-        for _ in range(4 * STRANGERS_AT_ONCE):
+        for _ in range(4 * NODE_STRANGERS_AT_ONCE):
             await (await Visitor.come(stack, where)).challenge()
-        assert acceptor.turned_away == 3 * STRANGERS_AT_ONCE + 1
+        assert acceptor.turned_away == 3 * NODE_STRANGERS_AT_ONCE + 1
         await assert_greeted(acceptor, member, challenge)
 
     run(work)
@@ -226,7 +226,7 @@ def test_in_a_crowd_the_source_with_most_connections_gives_way() -> None:
         acceptor, where = await stack.enter_async_context(opened(listener()))
         lonely = await Visitor.come(stack, where, "127.0.0.7")
         challenge = await lonely.challenge()
-        for _ in range(4 * STRANGERS_AT_ONCE):
+        for _ in range(4 * NODE_STRANGERS_AT_ONCE):
             await (await Visitor.come(stack, where, "127.0.0.8")).challenge()
         await assert_greeted(acceptor, lonely, challenge)
 
@@ -239,15 +239,15 @@ def test_a_source_that_sends_too_many_strangers_is_not_even_challenged_and_other
         acceptor.member_ips.add("127.0.0.3")
         came = time.monotonic()
         challenged = 0
-        for _ in range(2 * int(SOURCE_BURST)):
+        for _ in range(2 * int(SOURCE_CONNECTIONS_BURST)):
             with contextlib.closing(socket.socket()) as sock:
                 sock.setblocking(False)
                 sock.bind(("127.0.0.9", 0))
                 await asyncio.get_running_loop().sock_connect(sock, where)
                 challenged += bool(await Visitor(sock).first())
-        allowed = SOURCE_BURST + SOURCE_RATE * (time.monotonic() - came)
-        assert SOURCE_BURST <= challenged <= allowed
-        assert acceptor.arrivals.refused == 2 * SOURCE_BURST - challenged
+        allowed = SOURCE_CONNECTIONS_BURST + SOURCE_CONNECTIONS_RATE * (time.monotonic() - came)
+        assert SOURCE_CONNECTIONS_BURST <= challenged <= allowed
+        assert acceptor.arrivals.refused == 2 * SOURCE_CONNECTIONS_BURST - challenged
         for ip in ("127.0.0.2", "127.0.0.3"):
             assert await (await Visitor.come(stack, where, ip)).challenge()
 
@@ -257,7 +257,7 @@ def test_a_source_that_sends_too_many_strangers_is_not_even_challenged_and_other
 def test_nodes_that_hold_the_key_may_come_as_often_as_they_like() -> None:
     async def work(stack: contextlib.AsyncExitStack) -> None:
         acceptor, where = await stack.enter_async_context(opened(listener()))
-        for _ in range(2 * int(SOURCE_BURST)):
+        for _ in range(2 * int(SOURCE_CONNECTIONS_BURST)):
             sock, _ = await connect(where, CREDENTIALS, door.Purpose.PROBE)
             with sock:
                 await asyncio.get_running_loop().sock_sendall(sock, b"ping1234")
@@ -286,13 +286,13 @@ def test_a_member_gets_in_while_strangers_keep_coming() -> None:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        assert len(acceptor._strangers) <= STRANGERS_AT_ONCE
+        assert len(acceptor._strangers) <= NODE_STRANGERS_AT_ONCE
 
     run(work)
 
 
 def test_a_dialler_that_sends_one_byte_at_a_time_runs_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor_module, "STRANGER_SECONDS", 0.3)
+    monkeypatch.setattr(acceptor_module, "NODE_STRANGER_SECONDS", 0.3)
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
         acceptor, where = await stack.enter_async_context(opened(listener()))

@@ -614,7 +614,7 @@ def test_an_answer_whose_last_part_has_arrived_is_the_outcome_though_its_node_ha
 
 
 def test_a_node_leaves_soon_though_an_answer_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_transport, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(lane_transport, "STALLED_PARTS_SECONDS", 0.2)
     returned, left = threading.Event(), threading.Event()
 
     def body(group: covey.Group) -> float:

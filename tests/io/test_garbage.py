@@ -29,7 +29,7 @@ from covey.runtime.joining.launched_links import LaunchedLinks
 from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import acceptor
 from covey.runtime.links.handshake import LinkCredentials
-from covey.runtime.links.source_limits import SOURCE_RATE
+from covey.runtime.links.source_limits import SOURCE_CONNECTIONS_RATE
 from covey.wire import decoding, door, header, message_header, messages
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ def add(group: Group) -> list[float]:
 def test_a_group_forms_while_strangers_crowd_its_doors(
     attacked: AttackedRun, strangers: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceptor, "STRANGER_SECONDS", 2 * DEADLINE)  # the idle ones do not run out of time
+    monkeypatch.setattr(acceptor, "NODE_STRANGER_SECONDS", 2 * DEADLINE)  # the idle ones do not run out of time
     attacked.start(0)
     doors = attacked.doors(0)
     for where in doors:
@@ -357,7 +357,7 @@ def test_a_group_works_and_opens_lanes_while_strangers_crowd_its_doors(
     assert attacked.everywhere(exchange) == [1.0, 0.0]
     for rank in range(2):
         for where in attacked.doors(rank):
-            time.sleep(4 * len(RUBBISH) / SOURCE_RATE)  # so many the door answers again after a crowd
+            time.sleep(4 * len(RUBBISH) / SOURCE_CONNECTIONS_RATE)  # so many the door answers again after a crowd
             bother(where, attacked.credentials)
     strangers.close()
     assert resident_bytes() - resident < 32 << 20

@@ -79,8 +79,8 @@ def test_pages_are_served_by_path_and_other_questions_are_refused(
 
 
 def test_slow_clients_and_long_requests_are_cut_off_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (http_server.CONNECTIONS, http_server.HEAD_LIMIT_BYTES, http_server.REQUEST_SECONDS) == (8, 8192, 5.0)
-    monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.5)
+    assert (http_server.CONNECTIONS, http_server.HEAD_LIMIT_BYTES, http_server.HTTP_REQUEST_SECONDS) == (8, 8192, 5.0)
+    monkeypatch.setattr(http_server, "HTTP_REQUEST_SECONDS", 0.5)
     before = threading.active_count()
     with HttpServer(by_path({"/hello": hello}), 0) as server:
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3 * CONNECTIONS)]
@@ -99,7 +99,7 @@ def test_slow_clients_and_long_requests_are_cut_off_and_others_are_served(monkey
 
 
 def test_idle_connections_keep_nobody_out_and_the_oldest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "REQUEST_SECONDS", DEADLINE)  # none of them ends by itself
+    monkeypatch.setattr(http_server, "HTTP_REQUEST_SECONDS", DEADLINE)  # none of them ends by itself
     with HttpServer(by_path({"/hello": hello}), 0) as server:
         idle = [socket.create_connection(("127.0.0.1", server.port), DEADLINE) for _ in range(3 * CONNECTIONS)]
         try:
@@ -116,7 +116,7 @@ def test_idle_connections_keep_nobody_out_and_the_oldest_makes_room(monkeypatch:
 
 
 def test_connections_that_are_being_answered_are_not_ended_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "REQUEST_SECONDS", DEADLINE)
+    monkeypatch.setattr(http_server, "HTTP_REQUEST_SECONDS", DEADLINE)
     asked, may_end = threading.Semaphore(0), threading.Event()
 
     def slow(_request: Request) -> Response:

@@ -182,9 +182,9 @@ def test_a_replacement_with_more_streams_than_descriptors_is_refused_and_the_lan
 
 def test_more_streams_than_half_of_the_descriptors_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "left", lambda: 7)
-    monkeypatch.setattr(stream_trials, "FAR_SECONDS", 0.0)
+    monkeypatch.setattr(stream_trials, "FAR_ROUND_TRIP", 0.0)
     monkeypatch.setattr(stream_choice, "WINDOW_SECONDS", 1e-6)  # loopback is hardly ever busy
-    monkeypatch.setattr(stream_choice, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(stream_choice, "LEAST_SENDING_SHARE", 0.0)
 
     def body(group: Group) -> None:
         node: Any = node_of(group)

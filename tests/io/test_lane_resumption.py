@@ -14,12 +14,12 @@ import pytest
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, PeerLostError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.net.lanes.stream import is_resumable
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.node import node_of
-from covey.runtime.lanes.resumption import NUMBER_BYTES, RESUME, LaneResumption
+from covey.runtime.lanes.resumption import NUMBER_BYTES, RESUME_BIT, LaneResumption
 from covey.testing.threads import run_threads
 from covey.wire import door, messages
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
 
 OPTIONS: dict[str, Any] = {"lanes": "secure", "on_loss": "raise", "timeout": DEADLINE}
-every_kind = pytest.mark.parametrize("kind", [kind.name for kind in KINDS.values() if kind.is_resumable])
+every_kind = pytest.mark.parametrize("kind", [kind.name for kind in LANE_KINDS.values() if kind.is_resumable])
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def _as_if_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let lanes of one host be resumable."""
 
     def is_wanted(_self: LaneResumption, _peer: Seat, kind: str) -> bool:
-        return KINDS[kind].is_resumable
+        return LANE_KINDS[kind].is_resumable
 
     monkeypatch.setattr(LaneResumption, "is_wanted", is_wanted)
 
@@ -113,7 +113,7 @@ def test_a_connection_without_the_key_or_with_an_old_number_changes_nothing() ->
                     one.setblocking(False)
                     other.send(number.to_bytes(NUMBER_BYTES, "big"))
                     proof = door.resume_proof(secret, b"dial", lane_id, stream, number, 0)
-                    await resumption.claim(one, lane_id, stream | RESUME, proof)
+                    await resumption.claim(one, lane_id, stream | RESUME_BIT, proof)
 
             with pytest.raises(ConnectError, match="without its key"):
                 on_loop(claim(bytes(32), 7))
@@ -154,7 +154,7 @@ def test_a_position_that_was_changed_on_the_way_ends_no_lane() -> None:
                     go = door.resume_proof(lane.secret, b"go", lane.id, 0, 9, 1)
                     zero = bytes(NUMBER_BYTES)
                     other.send((9).to_bytes(NUMBER_BYTES, "big") + zero + go)
-                    await resumption.claim(one, lane.id, RESUME, proof)
+                    await resumption.claim(one, lane.id, RESUME_BIT, proof)
 
             with pytest.raises(ConnectError, match="does not know the lane's key"):
                 on_loop(lie())

@@ -29,7 +29,7 @@ from covey.wire.versions import only
 
 if TYPE_CHECKING:
     import covey
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
     from covey.runtime.peers.remote_process import RemoteProcess
 
 
@@ -121,7 +121,7 @@ def test_ranks_of_different_protocols_are_told_at_once_which_machine_to_update(
 @pytest.mark.parametrize("news", ["its process has exited", "a view without it"])
 def test_a_rank_that_left_before_it_exited_is_not_lost(news: str) -> None:
     """The keeper's word that a process has exited may be read before the last that the process itself said."""
-    nodes: dict[int, Node] = {}
+    nodes: dict[int, NodeParts] = {}
     is_out, is_heard = threading.Event(), threading.Event()
 
     def work(group: covey.Group) -> None:

@@ -320,7 +320,7 @@ def test_closing_while_a_job_runs_does_not_wait_for_it(pair: Pair, monkeypatch: 
 def test_what_a_machine_on_the_way_acknowledges_and_swallows_is_sent_again(
     way: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane_poll, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(lane_poll, "IDLE_LANE_SECONDS", 0.05)
     monkeypatch.setattr(lane_poll, "DOUBTS", Growing(0.3, 60.0))
     monkeypatch.setattr(tcp, "PATH_CHECK_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listener, Proxy(listener.getsockname()) as proxy:

@@ -15,7 +15,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.numbers import Seat
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.cluster_links import ClusterLinks
-from covey.runtime.joining.node import Node, node_of
+from covey.runtime.joining.node import NodeParts, node_of
 from covey.runtime.lanes.epochs import Epochs
 from covey.runtime.lanes.table import LaneKey
 from covey.runtime.peers.peer_table import Routes
@@ -57,7 +57,7 @@ def detour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Detour]:
         detour.close()
 
 
-def links_with(node: Node, seat: Seat) -> list[Link]:
+def links_with(node: NodeParts, seat: Seat) -> list[Link]:
     """Return all links of a node with another one."""
     assert isinstance(node.links, ClusterLinks)
     return list(node.links._mesh.met[node.peers[seat].id].links)

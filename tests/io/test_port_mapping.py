@@ -69,7 +69,7 @@ def test_a_mapped_port_of_the_router_leads_here_until_the_mapping_is_closed(
 
 
 def test_a_mapping_is_renewed_at_half_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_mapping, "LEAST_PAUSE", 0.01)
+    monkeypatch.setattr(port_mapping, "LEAST_RENEWAL_SECONDS", 0.01)
     with GatewayThread(claims=OUTSIDE, lifetime=1) as router:
         use(monkeypatch, router)
         mapping = PortMapping(4711)

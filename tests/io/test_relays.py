@@ -142,8 +142,8 @@ def test_a_relay_does_not_replace_a_direct_link() -> None:
 
 
 def test_nodes_hear_of_each_other_from_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays_module, "NEAR_SECONDS", 0.0)
-    monkeypatch.setattr(relays_module, "FAR_SECONDS", 0.05)
+    monkeypatch.setattr(relays_module, "NEAR_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(relays_module, "FAR_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(better_ways.BetterWays, "seek_direct", no_direct_way)
 
     async def work(meshes: Meshes) -> None:
@@ -158,7 +158,7 @@ def test_nodes_hear_of_each_other_from_the_relay(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_relay_that_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_registration, "PAUSES", Growing(0.2, 0.2))
+    monkeypatch.setattr(relay_registration, "RELAY_PAUSES", Growing(0.2, 0.2))
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -180,7 +180,7 @@ def test_a_relay_that_falls_silent_is_left_and_found_again_when_it_returns(monke
     """Its machine has lost its network: no connection ends, and TCP alone would notice minutes later."""
     monkeypatch.setattr(relay_registration, "ECHO_SECONDS", 0.2)
     monkeypatch.setattr(relay_registration, "ECHO_ANSWER_SECONDS", 0.3)
-    monkeypatch.setattr(relay_registration, "ATTEMPT_SECONDS", 0.3)
+    monkeypatch.setattr(relay_registration, "GREETING_SECONDS", 0.3)
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -208,7 +208,7 @@ def test_a_link_moves_to_the_relay_that_is_nearer_for_both_nodes_together(monkey
     monkeypatch.setattr(better_ways, "RELAY_CHECK_EVERY", 0.05)
     monkeypatch.setattr(mesh_module, "PING_SECONDS", 0.05)
     monkeypatch.setattr(relay_registration, "ECHO_SECONDS", 0.5)
-    monkeypatch.setattr(relay_registration, "PAUSES", Growing(0.2, 0.2))
+    monkeypatch.setattr(relay_registration, "RELAY_PAUSES", Growing(0.2, 0.2))
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as first:
@@ -457,7 +457,7 @@ def test_a_registration_hears_of_others_and_of_calls() -> None:
 
 
 def test_a_connection_that_does_not_say_what_it_wants_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STRANGER_SECONDS", 2.0)
+    monkeypatch.setattr(server_module, "RELAY_STRANGER_SECONDS", 2.0)
     monkeypatch.setattr(server_module, "STRANGERS_OF_SOURCE", 2)
 
     async def work(_meshes: Meshes) -> None:

@@ -233,7 +233,7 @@ def test_different_calls_of_two_ranks_whose_link_rests_are_found(thread_run: Thr
 
 @pytest.mark.usefixtures("links_are_awaited")
 def test_a_link_that_cannot_be_woken_has_ended(thread_run: ThreadRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resting_links, "WAKE_SECONDS", 0.2)
+    monkeypatch.setattr(resting_links, "WAKE_LINK_SECONDS", 0.2)
     scene = Scene(thread_run)
     first, second = min(scene.await_rest())
     mesh, link = scene.mesh(first), call_on_loop(scene.remote, first, second).link
@@ -254,7 +254,7 @@ def test_a_link_that_cannot_be_woken_has_ended(thread_run: ThreadRun, monkeypatc
 def test_a_later_life_of_a_node_gets_a_link_though_that_with_the_earlier_life_rests(
     thread_run: ThreadRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resting_links, "WAKE_SECONDS", 0.2)
+    monkeypatch.setattr(resting_links, "WAKE_LINK_SECONDS", 0.2)
     scene = Scene(thread_run)
     first, second = min(scene.await_rest())
     mesh, link = scene.mesh(first), call_on_loop(scene.remote, first, second).link

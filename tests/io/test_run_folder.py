@@ -17,7 +17,7 @@ import pytest
 from tests.support import forked
 from tests.support.waiting import DEADLINE, wait_until
 
-from covey.net.host.runs import LOCK, RUN_FOLDER_PREFIX, TOKEN, YOUNG_FOLDER_SECONDS, RunFolder, sweep
+from covey.net.host.runs import KEEPER_LOCK, RUN_FOLDER_PREFIX, TOKEN, YOUNG_FOLDER_SECONDS, RunFolder, sweep
 from covey.runtime.keeper.keeper import LocalRun
 
 if TYPE_CHECKING:
@@ -152,12 +152,12 @@ def test_what_is_not_certainly_an_abandoned_run_stays(base: Path, what: str) -> 
     if what == "mode":
         left.chmod(0o755)
     elif what == "no lock":
-        (left / LOCK).unlink()
+        (left / KEEPER_LOCK).unlink()
     elif what == "another machine":
-        (left / LOCK).write_bytes(b"another boot id")
+        (left / KEEPER_LOCK).write_bytes(b"another boot id")
     elif what == "a link as lock":
-        (left / LOCK).rename(base / "lock")
-        (left / LOCK).symlink_to(base / "lock")
+        (left / KEEPER_LOCK).rename(base / "lock")
+        (left / KEEPER_LOCK).symlink_to(base / "lock")
     elif what == "a link":
         kept = left.rename(base / "elsewhere")
         left.symlink_to(kept)

@@ -15,7 +15,7 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
 from covey.net.host import folders, saved_output, saved_runs
-from covey.net.host.saved_output import HEADER_BYTES, SavedOutput, read_log, tail_of
+from covey.net.host.saved_output import LOG_HEADER_BYTES, SavedOutput, read_log, tail_of
 from covey.net.host.saved_runs import OutputTerms, RunSummary, SavedRun, find_past_run, past_runs
 from covey.runtime.metrics import inspection
 from covey.watch.far_output import MachineOutput
@@ -106,7 +106,7 @@ def test_the_oldest_output_goes_first_and_what_goes_on_stays() -> None:
 
 
 def test_only_so_many_runs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_runs, "RUNS_LIMIT", 5)
+    monkeypatch.setattr(saved_runs, "SAVED_RUNS_LIMIT", 5)
     for number in range(9):
         a_run(f"run-{number}", 1000.0 + number).end(0, "")
     saved_runs.tidy(1 << 30)
@@ -177,7 +177,7 @@ def test_a_follower_gets_only_news_bounded_and_hears_what_was_left_out(monkeypat
 
 
 def test_a_late_follower_begins_near_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.watch.output.TAIL_BYTES", 16 << 10)
+    monkeypatch.setattr("covey.watch.output.FOLLOWED_TAIL_BYTES", 16 << 10)
     run = a_run(output_bytes=256 << 10)
     for number in range(8000):
         run.append(0, 0, 1, b"line %05d\n" % number)
@@ -204,7 +204,7 @@ def test_a_log_can_be_read_from_any_record_on_while_it_is_written(tmp_path: Path
     assert seen == list(range(len(seen)))
     assert missing == 0
     with pytest.raises(ConfigError, match="no output begins at"):
-        read_log(tmp_path, offset + HEADER_BYTES // 2, 1000)
+        read_log(tmp_path, offset + LOG_HEADER_BYTES // 2, 1000)
     assert read_log(tmp_path, tail_of(tmp_path, 1000), 1 << 20).records[-1].data == b"2999\n"
 
 

@@ -20,7 +20,7 @@ from covey.runtime.links import handshake
 from covey.runtime.loop import aside
 from covey.runtime.peers import cluster_mesh as mesh_module
 from covey.runtime.peers.follower import DialOutcome, HintFollower
-from covey.runtime.peers.hints import TRIES, Hint, Origin
+from covey.runtime.peers.hints import HINT_TRIES, Hint, Origin
 from covey.wire.messages import Address
 
 if TYPE_CHECKING:
@@ -127,22 +127,22 @@ def test_a_link_is_made_while_the_interfaces_cannot_be_listed(monkeypatch: pytes
 def test_a_hint_is_not_given_up_because_this_process_can_open_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("covey.runtime.peers.follower.SCARCE_SECONDS", 0.0)
     monkeypatch.setattr("covey.runtime.peers.follower.AGAIN_SECONDS", 0.004)
-    monkeypatch.setattr("covey.runtime.peers.hints.PAUSES", Growing(0.001, 0.002))
+    monkeypatch.setattr("covey.runtime.peers.hints.HINT_PAUSES", Growing(0.001, 0.002))
     hint, dials = Hint((Address("192.0.2.1", 9),)), 0
 
     async def dial(_hint: Hint) -> DialOutcome:
         nonlocal dials
         dials += 1
-        return DialOutcome.SCARCE if dials <= 3 * TRIES else DialOutcome.NO_NODE
+        return DialOutcome.SCARCE if dials <= 3 * HINT_TRIES else DialOutcome.NO_NODE
 
     async def work(_meshes: Meshes) -> None:
         tasks = set()
         follower = HintFollower(dial, lambda _: False, lambda work: tasks.add(asyncio.create_task(work)))
         follower.found(hint, Origin.MULTICAST)
         following = asyncio.create_task(follower.keep_following())
-        await until(lambda: dials == 4 * TRIES)
+        await until(lambda: dials == 4 * HINT_TRIES)
         await asyncio.sleep(0.1)
-        assert dials == 4 * TRIES  # then it sleeps
+        assert dials == 4 * HINT_TRIES  # then it sleeps
         following.cancel()
         await asyncio.gather(following, *tasks, return_exceptions=True)
 

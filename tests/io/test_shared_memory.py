@@ -17,7 +17,7 @@ from tests.support.lane_pairs import opener_of
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConnectError, RemoteProtocolError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.net.lanes import shm
 from covey.net.lanes.ring import memory_bytes
 from covey.runtime.joining.node import node_of
@@ -37,7 +37,7 @@ def test_a_segment_is_named_by_a_descriptor_and_proved_by_what_is_in_it(is_hones
     nbytes = 1 << 16
 
     async def give(sock: socket.socket) -> None:
-        opener = opener_of(KINDS["shm"])
+        opener = opener_of(LANE_KINDS["shm"])
         memory = opener.prepare(nbytes)
         offer = messages.Offer(bytes(16), bytes(32), 1, "collectives", "shm", nbytes, 1, 0)
         try:

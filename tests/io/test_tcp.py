@@ -14,7 +14,7 @@ import pytest
 from tests.support.compiled import needs_compiler, shared_library
 
 from covey.net.host import tcp
-from covey.net.host.tcp import STUCK_SECONDS, STUCK_TIMEOUTS, Acknowledgements
+from covey.net.host.tcp import STUCK_SENDER_SECONDS, STUCK_TIMEOUTS, Acknowledgements
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,14 +28,14 @@ def after(timeouts: int, first: float, idle: float = 0.0) -> Acknowledgements:
 
 
 def test_a_path_is_dead_when_bytes_were_sent_again_and_again_and_nothing_came_back() -> None:
-    assert Acknowledgements(STUCK_SECONDS, 3, STUCK_TIMEOUTS, 1.6).is_stuck
+    assert Acknowledgements(STUCK_SENDER_SECONDS, 3, STUCK_TIMEOUTS, 1.6).is_stuck
     assert not Acknowledgements(3600.0, 0, 0, 0.2).is_stuck, "an idle connection"
-    held_back = Acknowledgements(STUCK_SECONDS, 0, 0, 1.6, unsent=1000, probes=STUCK_TIMEOUTS)
+    held_back = Acknowledgements(STUCK_SENDER_SECONDS, 0, 0, 1.6, unsent=1000, probes=STUCK_TIMEOUTS)
     assert held_back.is_stuck, "the interface is gone, or this machine's firewall drops the packets"
     assert not held_back._replace(unsent=0).is_stuck
     assert not held_back._replace(probes=0).is_stuck, "the receiver does not read, and answers probes"
     assert not Acknowledgements(3600.0, 3, 0, 0.2).is_stuck, "the first bytes after an hour"
-    assert not Acknowledgements(STUCK_SECONDS / 2, 3, STUCK_TIMEOUTS, 1.6).is_stuck
+    assert not Acknowledgements(STUCK_SENDER_SECONDS / 2, 3, STUCK_TIMEOUTS, 1.6).is_stuck
 
 
 @pytest.mark.parametrize("first", [0.2, 0.3, 0.5, 0.6, 0.7, 1.0, 1.3, 1.6])
@@ -87,13 +87,13 @@ def test_a_receiver_that_does_not_read_is_well() -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     ours.send(bytes(1 << 20))
-            time.sleep(STUCK_SECONDS + 0.5)
+            time.sleep(STUCK_SENDER_SECONDS + 0.5)
             known = tcp.acknowledgements(ours)
             assert known is not None
             assert not tcp.is_stuck(ours), known
             (_, raw), flow = tcp.path_facts(ours)[:2], tcp.flow(ours)  # type: ignore[index]
             assert flow is not None
-            assert raw > STUCK_SECONDS * 1e6
+            assert raw > STUCK_SENDER_SECONDS * 1e6
             assert flow[1] < raw / 2, "the network does not hold up what the receiver has no room for"
 
 

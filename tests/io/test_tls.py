@@ -110,7 +110,7 @@ def test_a_clock_before_all_certificates_shows_in_the_error_on_either_side(
 ) -> None:
     """A certificate of the same cluster that is valid only later is what a node with a wrong clock sees."""
     good = credentials(ONE)
-    monkeypatch.setattr(tls, "_SINCE", datetime.datetime(9000, 1, 1))
+    monkeypatch.setattr(tls, "NOT_BEFORE", datetime.datetime(9000, 1, 1))
     late = credentials(TWO)
     monkeypatch.undo()
     sees, is_seen = (good, late) if dialler_is_early else (late, good)

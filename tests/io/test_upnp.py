@@ -93,8 +93,8 @@ def test_a_mapped_port_leads_here_until_the_mapping_is_closed(
 
 
 def test_a_mapping_is_renewed_with_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_mapping, "LEAST_PAUSE", 0.01)
-    monkeypatch.setattr(port_mapping, "MOST_PAUSE", 0.01)
+    monkeypatch.setattr(port_mapping, "LEAST_RENEWAL_SECONDS", 0.01)
+    monkeypatch.setattr(port_mapping, "MOST_RENEWAL_SECONDS", 0.01)
     with GatewayThread(speaks="upnp", claims=OUTSIDE) as router, socket.create_server(("127.0.0.1", 0)) as listener:
         use(monkeypatch, router)
         mapping = PortMapping(listener.getsockname()[1])
@@ -170,8 +170,8 @@ def test_a_search_ends_when_the_mapping_is_closed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_mapping_that_could_not_be_renewed_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_mapping, "LEAST_PAUSE", 0.01)
-    monkeypatch.setattr(port_mapping, "MOST_PAUSE", 0.01)
+    monkeypatch.setattr(port_mapping, "LEAST_RENEWAL_SECONDS", 0.01)
+    monkeypatch.setattr(port_mapping, "MOST_RENEWAL_SECONDS", 0.01)
     monkeypatch.setattr(port_mapping, "UNMAP_SECONDS", DEADLINE)
     with GatewayThread(speaks="upnp", claims=OUTSIDE) as router, socket.create_server(("127.0.0.1", 0)) as listener:
         use(monkeypatch, router)

@@ -24,7 +24,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.net.audit import audit_reader
 from covey.net.keys.identity import NodeIdentity
-from covey.runtime.state.audit import SOURCE_BURST, STRANGERS_BURST
+from covey.runtime.state.audit import SOURCE_ENTRIES_BURST, STRANGERS_BURST
 from covey.wire import door, messages
 from covey.wire import formation as forming
 
@@ -87,7 +87,7 @@ def test_a_flood_of_strangers_is_bounded_in_the_log_and_counted(prey: Victim, ho
         invade(prey, f"127.0.0.{100 + number % 3}")
     until(lambda: prey.acceptor.turned_away == CROWD)
     found = entries(prey)
-    assert len(found) <= 3 * SOURCE_BURST + 1
+    assert len(found) <= 3 * SOURCE_ENTRIES_BURST + 1
     assert len(found) <= STRANGERS_BURST
     assert sum(path.stat().st_size for path in (home / "audit").iterdir()) < 100_000
     assert {entry.address for entry in found} == {f"127.0.0.{100 + number}" for number in range(3)}
@@ -99,7 +99,7 @@ def test_the_number_of_a_flood_is_written_when_the_node_leaves() -> None:
             invade(prey, "127.0.0.1")
         until(lambda: prey.acceptor.turned_away == 40)
     found = entries(prey, lambda found: sum(entry.count for entry in found) == 40)
-    assert len(found) == SOURCE_BURST + 1
+    assert len(found) == SOURCE_ENTRIES_BURST + 1
 
 
 def test_a_denied_node_and_another_version_are_noted_by_the_key_they_proved() -> None:

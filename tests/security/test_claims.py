@@ -153,9 +153,9 @@ def test_the_bounds_are_those_of_the_code() -> None:
     dials = f"{allowance.SOCKETS}; {allowance.DIALS_RATE:.0f} a second after the first {allowance.DIALS_BURST:.0f}"
     assert visitors.LINKS_PER_KEY == node_links.LINKS_LIMIT
     rows = (
-        f"{acceptor.STRANGERS_AT_ONCE}; {acceptor.GUESTS_AT_ONCE}",
-        f"{acceptor.STRANGER_SECONDS:.0f}; {link.HANDSHAKE_SECONDS:.0f}",
-        f"{arrivals.SOURCE_RATE:.0f}; {arrivals.MEMBER_RATE:.0f}; {arrivals.TOTAL_RATE:.0f}",
+        f"{acceptor.NODE_STRANGERS_AT_ONCE}; {acceptor.GUESTS_AT_ONCE}",
+        f"{acceptor.NODE_STRANGER_SECONDS:.0f}; {link.HANDSHAKE_SECONDS:.0f}",
+        f"{arrivals.SOURCE_CONNECTIONS_RATE:.0f}; {arrivals.MEMBER_RATE:.0f}; {arrivals.UNPROVEN_RATE:.0f}",
         dials,
         f"{hints.HINTS_LIMIT}; {follower.HINTS_AT_ONCE}",
         f"{pairing.TRIES_FOR_CODE}; {pairing.FAILED_TRIES}",
@@ -168,7 +168,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{incoming.HANDLERS}; {outgoing.CALLS_LIMIT}; {incoming.CALL_PAYLOAD_BYTES >> 30} GiB",
         f"{refusal.REQUEST_BYTES >> 10} KiB; {refusal.MAX_RUNS}; {refusal.MAX_WORKERS}; {refusal.MAX_CALLS}; "
         f"{refusal.MAX_CONNECTIONS}",
-        f"one in {acceptor.TOLD_SECONDS:.0f}, {problems.LOG_SECONDS:.0f}, {situation.NEXT_LOG_SECONDS:.0f} s",
+        f"one in {acceptor.TOLD_SECONDS:.0f}, {problems.REFUSED_LOG_SECONDS:.0f}, {situation.NEXT_LOG_SECONDS:.0f} s",
     )
     table = [line.rpartition(" | ")[2].removesuffix(" |") for line in section(BOUNDS).strip().splitlines()[2:]]
     assert table == list(rows)
@@ -176,13 +176,13 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert (pairing.TRIES_FOR_CODE, pairing.FAILED_TRIES) == (3, 9)
     assert (pairing.CODE_SECONDS, pairing.PAIRING_SECONDS) == (300, 1800)
     assert (pairing.RESTS.first, pairing.RESTS.most) == (1, 8)
-    assert f"does not go on for {pairing.ATTEMPT_SECONDS:.0f} seconds" in of_pairing
+    assert f"does not go on for {pairing.CODE_ATTEMPT_SECONDS:.0f} seconds" in of_pairing
     crowd = (
         f"At most {pairing.CONNECTIONS_LIMIT} connections are open, {pairing.CONNECTIONS_OF_SOURCE} of them from one"
     )
     assert f"{crowd} source, each for {pairing.GUEST_SECONDS:.0f} seconds" in of_pairing
     words = plain(section(DO))
-    assert hints.TRIES == 6
+    assert hints.HINT_TRIES == 6
     assert hints.NAPS * hints.NAP_SECONDS == 3600
     assert f"{allowance.SOCKETS} sockets" in words
     assert f"{allowance.DIALS_RATE:.0f} a second after the first {allowance.DIALS_BURST:.0f}" in words
@@ -191,16 +191,18 @@ def test_the_bounds_are_those_of_the_code() -> None:
     )
     assert f"{mdns.MOST_KNOWN} at most" in words
     assert f"The last {descriptors.MOST_SPARED}" in words
-    assert (reach.RATE, reach.TOTAL_RATE) == (0.5, 4.0)
-    assert f"After a burst of {arrivals.SOURCE_BURST:.0f}, a source may open" in plain(SECURITY)
+    assert (reach.REACH_RATE, reach.REACH_TOTAL_RATE) == (0.5, 4.0)
+    assert f"After a burst of {arrivals.SOURCE_CONNECTIONS_BURST:.0f}, a source may open" in plain(SECURITY)
     assert clusters.GRACE == 10 * 60
     assert (seal.REKEY_SECONDS, seal.REKEY_RECORDS) == (15 * 60, 1 << 24)
     log = plain(section(AUDIT))
     assert f"at most {audit_log.AUDIT_TEXT_LIMIT} characters" in log
     assert f"rotated at {audit_log.AUDIT_FILE_BYTES >> 20} MiB, and {audit_log.OLD_FILES} old ones are kept" in log
-    assert f"a source gets {audit.SOURCE_BURST:.0f} entries, then one in five minutes" in log
-    assert f"all strangers together {audit.STRANGERS_BURST:.0f}, then one in {1 / audit.TOTAL_RATE:.0f} s" in log
-    assert audit.SUMMARY_SECONDS == 1 / audit.SOURCE_RATE == 300
+    assert f"a source gets {audit.SOURCE_ENTRIES_BURST:.0f} entries, then one in five minutes" in log
+    assert (
+        f"all strangers together {audit.STRANGERS_BURST:.0f}, then one in {1 / audit.ENTRIES_TOTAL_RATE:.0f} s" in log
+    )
+    assert audit.SUMMARY_SECONDS == 1 / audit.SOURCE_ENTRIES_RATE == 300
     store = f"more than {store_rules.STORE_ENTRIES_LIMIT} entries of {store_rules.STORE_BYTES_LIMIT >> 20} MiB in all"
     assert f"{store}, nor wait on more than {store_rules.WAITING_BYTES_LIMIT >> 20} MiB of keys" in plain(SECURITY)
 
@@ -213,11 +215,14 @@ def test_the_numbers_about_relays_are_those_of_the_code() -> None:
         f"follows {per_relay.TOKENS_BURST:.0f} tokens that a relay names at once, and {per_relay.TOKENS_RATE:.0f}"
         in words
     )
-    strangers = f"{server.STRANGERS_AT_ONCE} connections that have not said what they want"
-    assert f"{strangers} for up to {server.STRANGER_SECONDS:.0f} s, {server.STRANGERS_OF_SOURCE} of them from" in words
+    strangers = f"{server.RELAY_STRANGERS_AT_ONCE} connections that have not said what they want"
+    assert (
+        f"{strangers} for up to {server.RELAY_STRANGER_SECONDS:.0f} s, {server.STRANGERS_OF_SOURCE} of them from"
+        in words
+    )
     calls = (
         f"calls that wait for up to {relay_table.WAITING_CALL_SECONDS:.0f} s, "
         f"{relay_table.WAITING_CALLS_LIMIT} of them for one node"
     )
-    assert f"{calls}, and {pipe.PIECE_BYTES >> 10} KiB that wait in each direction" in words
+    assert f"{calls}, and {pipe.RELAYED_PIECE_BYTES >> 10} KiB that wait in each direction" in words
     assert f"uses at most {relays.OFFERS_LIMIT} such relays" in words

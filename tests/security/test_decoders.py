@@ -121,7 +121,7 @@ def test_valid_inputs_alone_do_not_reach_every_branch() -> None:
     """So the test above measures something."""
     reached, unreached = missed([TARGETS["header"]], 0)
     assert [(each.function, each.line, each.way) for each in unreached if each.way != "never"] == [
-        ("unpack", "len(data) != HEADER_BYTES", "true"),
+        ("unpack", "len(data) != TRANSFER_HEADER_BYTES", "true"),
         ("unpack", "magic != MAGIC", "true"),
     ]
     assert len(reached.files) == 1
@@ -153,9 +153,9 @@ BROKEN: dict[str, tuple[str, Patch]] = {
         "frames",
         (decoding, "frame_length", lambda start, limit: int.from_bytes(start[:4], "little")),
     ),
-    "takes any number of dimensions": ("message_header", (message_header, "MAX_NDIM", 255)),
+    "takes any number of dimensions": ("message_header", (message_header, "MAX_MESSAGE_NDIM", 255)),
     "takes any shape": ("objects", (objects, "array_bytes", lambda code, shape: 24)),
-    "takes any port": ("text_record", (beacon, "_PORT", re.compile(rb".*"))),
+    "takes any port": ("text_record", (beacon, "_PORT_TEXT", re.compile(rb".*"))),
     "looks up a purpose that is not there": ("door", (door, "Purpose", {1: 1, 2: 2, 3: 3}.__getitem__)),
     "lets the errors of msgspec pass": ("control", (messages, "decode_control", decode_as_msgspec_does)),
     "copies what it is given": (

@@ -28,8 +28,8 @@ from tests.support.attackers import (
 from tests.support.waiting import DEADLINE
 
 from covey.runtime.links import acceptor
-from covey.runtime.links.acceptor import STRANGERS_AT_ONCE
-from covey.runtime.links.source_limits import SOURCE_BURST
+from covey.runtime.links.acceptor import NODE_STRANGERS_AT_ONCE
+from covey.runtime.links.source_limits import SOURCE_CONNECTIONS_BURST
 from covey.testing.proxy import Direction, Proxy
 from covey.wire import door, messages
 from covey.wire.secret import ClusterSecret
@@ -66,7 +66,9 @@ GARBAGE = {
 def test_garbage_at_the_door_ends_the_connection_at_once(
     prey: Victim, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceptor, "STRANGER_SECONDS", 2 * DEADLINE)  # nothing else ends a connection before the test
+    monkeypatch.setattr(
+        acceptor, "NODE_STRANGER_SECONDS", 2 * DEADLINE
+    )  # nothing else ends a connection before the test
     with visit(prey) as sock:
         sock.sendall(GARBAGE[what]())
         assert is_hung_up(sock)
@@ -124,14 +126,14 @@ def test_a_dialler_that_does_not_finish_its_answer_is_sent_away_in_time(
     prey: Victim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts, began = (0, 1, door.DOOR_ANSWER_BYTES - 1), time.monotonic()
-    monkeypatch.setattr(acceptor, "STRANGER_SECONDS", 0.5)
+    monkeypatch.setattr(acceptor, "NODE_STRANGER_SECONDS", 0.5)
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(visit(prey)) for _ in counts]
         for sock, count in zip(slow, counts, strict=True):
             sock.sendall(bytes(count))
         assert all(is_hung_up(sock) for sock in slow)
     assert time.monotonic() - began >= 0.5, "no sooner: a slow dialler is not refused"
-    monkeypatch.setattr(acceptor, "STRANGER_SECONDS", 2 * DEADLINE)
+    monkeypatch.setattr(acceptor, "NODE_STRANGER_SECONDS", 2 * DEADLINE)
     for count in counts:
         with visit(prey) as sock:
             sock.sendall(bytes(count))
@@ -140,10 +142,10 @@ def test_a_dialler_that_does_not_finish_its_answer_is_sent_away_in_time(
 
 
 def test_a_stranger_costs_no_more_than_a_place_at_the_door(prey: Victim) -> None:
-    crowd = [visit(prey) for _ in range(3 * STRANGERS_AT_ONCE)]
+    crowd = [visit(prey) for _ in range(3 * NODE_STRANGERS_AT_ONCE)]
     try:
-        assert call_on_loop(lambda: len(prey.acceptor._strangers)) <= STRANGERS_AT_ONCE
-        assert sum(is_hung_up(sock) for sock in crowd[:STRANGERS_AT_ONCE]) == STRANGERS_AT_ONCE
+        assert call_on_loop(lambda: len(prey.acceptor._strangers)) <= NODE_STRANGERS_AT_ONCE
+        assert sum(is_hung_up(sock) for sock in crowd[:NODE_STRANGERS_AT_ONCE]) == NODE_STRANGERS_AT_ONCE
         assert welcomes_members(prey)
     finally:
         for sock in crowd:
@@ -154,7 +156,7 @@ def test_a_crowd_from_a_members_address_does_not_lock_others_out(prey: Victim) -
     """Another user of a member's host, or a host with the address of a member that is gone, has no advantage."""
     with Insider(prey):
         until(lambda: prey.acceptor.member_ips)
-        crowd = [visit(prey) for _ in range(2 * STRANGERS_AT_ONCE)]
+        crowd = [visit(prey) for _ in range(2 * NODE_STRANGERS_AT_ONCE)]
         try:
             with dial_door(prey.address, prey.cluster.secret.derive("door"), door.Purpose.PROBE, "127.0.0.77") as sock:
                 sock.sendall(b"ping1234")
@@ -193,11 +195,11 @@ def test_a_crowd_without_the_key_is_counted_and_members_get_in_meanwhile(prey: V
     with Insider(prey) as member:
         member.ping()
         before = prey.acceptor.turned_away
-        for _ in range(2 * int(SOURCE_BURST)):
+        for _ in range(2 * int(SOURCE_CONNECTIONS_BURST)):
             with contextlib.suppress(OSError), socket.create_connection(prey.address, source_address=("127.0.0.8", 0)):
                 pass
         assert welcomes_members(prey)
-        until(lambda: prey.acceptor.turned_away >= before + 2 * SOURCE_BURST)
+        until(lambda: prey.acceptor.turned_away >= before + 2 * SOURCE_CONNECTIONS_BURST)
         member.say(messages.Ask())
         told = member.hear(messages.Tell)
         assert told.too_many == prey.acceptor.arrivals.refused > 0

@@ -26,7 +26,7 @@ from covey.wire import messages
 
 if TYPE_CHECKING:
     from covey.runtime.group.group import Group
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
     from covey.runtime.lanes.table import LaneKey
 
 SURVIVING = replace(LOOPBACK, on_loss="continue")
@@ -63,7 +63,7 @@ def write(sock: Any, data: bytes) -> None:
 class Words:
     """What others say about lanes to a node that is under the attacker's control."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeParts) -> None:
         self.invitations: list[messages.Control] = []
         self.refusals: list[str] = []
         heard = node.inbox.heard
@@ -107,7 +107,7 @@ def test_an_excluded_member_gets_no_message_and_no_lane(has_lanes: bool) -> None
         group.send(np.arange(4.0), dst=1 - group.rank, tag=9)
         return lost.value.rank, got, group.recv(src=1 - group.rank, tag=9).tolist(), open_lanes
 
-    def attack(group: Group, node: Node, others: list[int]) -> None:
+    def attack(group: Group, node: NodeParts, others: list[int]) -> None:
         held = dict(engine_of(group).routing.messenger()._lanes.by_rank)
         turn.wait()
         leave_secretly(group)
@@ -194,7 +194,7 @@ def test_a_lane_that_is_being_opened_as_the_view_comes_is_not_opened(
             ]
         )
 
-    def attack(group: Group, node: Node) -> None:
+    def attack(group: Group, node: NodeParts) -> None:
         turn.wait()
 
         def send(rank: int) -> None:

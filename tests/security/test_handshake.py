@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
 
 
 def hello(identity: NodeIdentity, **changes: Any) -> messages.Hello:
@@ -254,7 +254,7 @@ def test_a_denied_node_is_refused_by_name_whichever_node_dials() -> None:
 
 def launched(
     cluster: Any, rank: int, size: int, contacts: dict[Seat, messages.Contact] | None = None
-) -> tuple[Node, tuple[str, int]]:
+) -> tuple[NodeParts, tuple[str, int]]:
     """A rank that a launcher started on several hosts, with the cluster's secret."""
     endpoint = cluster_endpoint(cluster, LOOPBACK, run="run", ports=(0,), identity=NodeIdentity.ephemeral())
     node, _ = launched_node(
@@ -263,13 +263,13 @@ def launched(
     return node, ("127.0.0.1", endpoint.card.contact.addresses[0].port)
 
 
-def launched_links(node: Node) -> LaunchedLinks:
+def launched_links(node: NodeParts) -> LaunchedLinks:
     assert isinstance(node.links, LaunchedLinks)
     return node.links
 
 
 @contextlib.contextmanager
-def launching(node: Node) -> Iterator[None]:
+def launching(node: NodeParts) -> Iterator[None]:
     future = control.start(launched_links(node).form(within=DEADLINE))
     try:
         yield
@@ -351,7 +351,7 @@ def test_an_identity_in_use_is_refused_and_named(prey: Victim) -> None:
     "what",
     [
         b"\xff\xff\xff\xff",
-        decoding.LENGTH.pack(decoding.CONTROL_LIMIT + 1),
+        decoding.FRAME_LENGTH.pack(decoding.CONTROL_LIMIT + 1),
         decoding.frame(b""),
         decoding.frame(b"\xc1"),
         decoding.frame(secrets.token_bytes(4000)),
@@ -387,7 +387,7 @@ def test_a_dialler_that_does_not_finish_its_hello_is_cut_off_in_time(
         slow.sendall(b"\x16\x03\x01\x02\x00\x01")  # a part of a ClientHello
         assert is_hung_up(silent)
         assert is_hung_up(slow)
-    for part in (b"", decoding.LENGTH.pack(1000) + bytes(999)):
+    for part in (b"", decoding.FRAME_LENGTH.pack(1000) + bytes(999)):
         with contextlib.suppress(*BROKEN), dial_tls(prey.address, key, context) as secured:  # or before TLS is done
             secured.sendall(part)
             assert is_hung_up(secured)

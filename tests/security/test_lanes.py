@@ -32,7 +32,7 @@ from covey.runtime.links.acceptor import PROBE_LIMIT
 from covey.runtime.peers.peer_table import Routes
 from covey.testing.proxy import Direction, Proxy
 from covey.wire import door, messages
-from covey.wire.seal import RECORD_LIMIT
+from covey.wire.seal import SEALED_RECORD_LIMIT
 
 if TYPE_CHECKING:
     import socket
@@ -190,17 +190,17 @@ def test_records_repeated_or_put_in_between_are_noticed(detour: Detour) -> None:
 
 def test_messages_through_altered_wires_are_right_or_errors(detour: Detour) -> None:
     """Every connection is altered at the same byte: what comes before it gets through, and is not sent again."""
-    block = secrets.token_bytes(3 * RECORD_LIMIT)
+    block = secrets.token_bytes(3 * SEALED_RECORD_LIMIT)
 
     def rank_main(group: Group) -> list[str]:
         results = []
-        for byte in (0, 30, 1000, 2 * RECORD_LIMIT):
+        for byte in (0, 30, 1000, 2 * SEALED_RECORD_LIMIT):
             part = group.split(0)
             if turn.wait() == 0:
                 way = Direction.TO_TARGET
                 detour.fresh(lambda proxy, at=byte, way=way: proxy.flip_bit(way, CLAIM + at))  # type: ignore[misc]
             turn.wait()
-            patience = PATIENCE if byte < 2 * RECORD_LIMIT else DEADLINE
+            patience = PATIENCE if byte < 2 * SEALED_RECORD_LIMIT else DEADLINE
             with part:
                 words = ""
                 for _ in range(2):

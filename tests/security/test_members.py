@@ -153,7 +153,7 @@ def test_nonsense_from_a_member_of_a_run_ends_it_with_an_error_or_not_at_all(
     "what",
     [
         b"\xff\xff\xff\xff",
-        decoding.LENGTH.pack(decoding.CONTROL_LIMIT + 1),
+        decoding.FRAME_LENGTH.pack(decoding.CONTROL_LIMIT + 1),
         decoding.frame(b"\xc1"),
         decoding.frame(b""),
     ],

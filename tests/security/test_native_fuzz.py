@@ -20,7 +20,7 @@ from tests.support.compiled import needs_native
 from tests.support.native_ends import NativeEnd, OtherHeaderError, transfers
 
 from covey.net.lanes.lane import LaneClosedError
-from covey.wire.seal import DIALLER, NEXT_KEY, RECORD_LIMIT, RECORD_OVERHEAD_BYTES, Sealer, lane_keys
+from covey.wire.seal import DIALLER, NEXT_KEY, RECORD_OVERHEAD_BYTES, SEALED_RECORD_LIMIT, Sealer, lane_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,7 +98,9 @@ def test_random_bytes_in_a_sealed_stream() -> None:
             near, far = unix_pairs(stack, 1)
             end = NativeEnd(sealed_end(stack, far, is_native=True, dialler=False), [], wanted_of(rng))
             stack.callback(end.close)
-            length = rng.choice([0, 1, 64, 2112, RECORD_LIMIT, RECORD_LIMIT + 1, NEXT_KEY | 64, 0xFFFFFFFF])
+            length = rng.choice(
+                [0, 1, 64, 2112, SEALED_RECORD_LIMIT, SEALED_RECORD_LIMIT + 1, NEXT_KEY | 64, 0xFFFFFFFF]
+            )
             deliver(end, near[0], struct.pack("<I", length) + noise(rng), rng, closes=rng.random() < 0.5)
             assert not end.done
             assert end.lane.peek() == b""

@@ -328,7 +328,7 @@ def test_actions_are_one_a_second_and_well_formed(served: Served, monkeypatch: p
 
 
 def test_streams_keep_no_request_out_and_end_with_their_reader(served: Served) -> None:
-    streams = [served.stream() for _ in range(http_server.STREAMS)]
+    streams = [served.stream() for _ in range(http_server.HTTP_STREAMS)]
     try:
         for stream in streams:
             until(stream, b"north")

@@ -27,7 +27,7 @@ from covey.proto import pairing as rules
 from covey.proto.pairing import RefusedPairingError
 from covey.runtime.clocks import waking_clock
 from covey.runtime.pairing import inviter
-from covey.wire.decoding import LENGTH, frame
+from covey.wire.decoding import FRAME_LENGTH, frame
 from covey.wire.pairing import PAIRING_SPEAKS, PairingHello, PairingRefusal, decode_pairing
 from covey.wire.secret import KEY_BYTES, ClusterSecret, decode_join_code
 from covey.wire.signed import public_half
@@ -212,7 +212,7 @@ def test_wrong_codes_are_counted_replaced_after_three_and_end_it_after_nine(show
     assert [len({*codes[at : at + 3]}) for at in (0, 3, 6)] == [1, 1, 1]
     assert len({*codes}) == 3
     view = shown.view()
-    assert (view.code, view.over) == ("", rules.TOO_MANY)
+    assert (view.code, view.over) == ("", rules.TOO_MANY_CODES)
     late = come(shown, "south")
     assert refusal_of(late).kind == "no-code"
     assert view.failed_from == "127.0.0.1"
@@ -243,7 +243,7 @@ def test_one_attempt_at_a_time_and_the_second_machine_gets_in_after_the_first(sh
     second.request(code)
     refusal = refusal_of(second)
     assert refusal.kind == "later"
-    assert 0 < refusal.seconds <= rules.ATTEMPT_SECONDS
+    assert 0 < refusal.seconds <= rules.CODE_ATTEMPT_SECONDS
     first.send(first.core.answered(share))
     first.core.granted(first.receive())
     first.send(first.core.stored())
@@ -255,7 +255,7 @@ def test_one_attempt_at_a_time_and_the_second_machine_gets_in_after_the_first(sh
 def test_a_machine_that_asks_and_says_no_more_does_not_hold_up_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, come: Come
 ) -> None:
-    monkeypatch.setattr(rules, "ATTEMPT_SECONDS", 0.2)
+    monkeypatch.setattr(rules, "CODE_ATTEMPT_SECONDS", 0.2)
     monkeypatch.setattr(rules, "GUEST_SECONDS", 0.2)
     with inviter.pairing(cluster, GroupConfig(interfaces="lo")) as codes:
         view = codes.view()
@@ -273,7 +273,7 @@ def test_a_machine_that_asks_and_says_no_more_does_not_hold_up_others(
 
 
 def test_what_was_recorded_lets_nobody_in(shown: Pairing, come: Come, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "ATTEMPT_SECONDS", 1.0)
+    monkeypatch.setattr(rules, "CODE_ATTEMPT_SECONDS", 1.0)
     code = shown.view().code
     south = come(shown, "south")
     south.get_in(code)
@@ -351,7 +351,7 @@ def receive(sock: socket.socket) -> bytes:
             data += piece
         return data
 
-    return exactly(LENGTH.unpack(exactly(LENGTH.size))[0])
+    return exactly(FRAME_LENGTH.unpack(exactly(FRAME_LENGTH.size))[0])
 
 
 def everything(applying: Applying) -> list[bytes]:
@@ -460,8 +460,8 @@ def test_what_a_machine_gives_that_answers_in_place_of_the_other_is_not_taken(
 @in_turn(
     sent=[
         b"\xff" * 64,
-        LENGTH.pack(1 << 20) + b"x" * 100,
-        LENGTH.pack(4097),
+        FRAME_LENGTH.pack(1 << 20) + b"x" * 100,
+        FRAME_LENGTH.pack(4097),
         frame(b""),
         frame(b"\x93\x02"),
         frame(b"\x00" * 4096),
@@ -485,7 +485,7 @@ def test_half_a_message_holds_its_connection_for_seconds_only(
     with inviter.pairing(cluster, GroupConfig(interfaces="lo")) as codes:
         stranger = come(codes)
         stranger.receive()
-        stranger.sock.sendall(LENGTH.pack(300) + b"x" * 10)
+        stranger.sock.sendall(FRAME_LENGTH.pack(300) + b"x" * 10)
         assert stranger.is_ended()
 
 

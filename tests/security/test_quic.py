@@ -23,7 +23,7 @@ from covey.net.quic.carrier import QuicCredentials, dial
 from covey.net.quic.pump import UNPROVED_AT_ONCE, QuicPump
 from covey.net.quic.unknown_datagrams import PROOFS_REMEMBERED, Entering, FirstDatagrams
 from covey.runtime.joining.node import node_of
-from covey.runtime.links.source_limits import SOURCE_BURST, SourceLimits
+from covey.runtime.links.source_limits import SOURCE_CONNECTIONS_BURST, SourceLimits
 from covey.testing import run_threads
 from covey.wire import door, quic
 
@@ -185,7 +185,7 @@ def test_a_source_that_comes_too_often_is_refused(
         return None if arrival is None else arrival.proved_key
 
     monkeypatch.setattr(gate, "comes", comes)
-    for _ in range(int(SOURCE_BURST)):
+    for _ in range(int(SOURCE_CONNECTIONS_BURST)):
         assert comes("127.0.0.1", "") is not None
     before = prey.refused
     other = QuicPump(Admitting(), is_local=True)

@@ -25,7 +25,7 @@ from covey.runtime.peers.follower import DialOutcome
 from covey.runtime.peers.hints import HINTS_LIMIT
 from covey.runtime.relaying.server import NOT_PROVED, RelayLimits
 from covey.wire import door, messages
-from covey.wire.decoding import LENGTH, frame
+from covey.wire.decoding import FRAME_LENGTH, frame
 from covey.wire.relay import (
     RELAY_SPEAKS,
     CallJoined,
@@ -241,7 +241,7 @@ def test_what_a_relay_adds_to_a_link_ends_it_and_is_not_heard() -> None:
 
 NOISE: dict[str, Callable[[], list[bytes]]] = {
     "garbage": lambda: [secrets.token_bytes(4096)],
-    "a long frame": lambda: [LENGTH.pack((1 << 32) - 1)],
+    "a long frame": lambda: [FRAME_LENGTH.pack((1 << 32) - 1)],
     "a challenge": lambda: [frame(encode_relay(RelayChallenge(1, bytes(32))))],
     "many tokens": lambda: [
         frame(encode_relay(ListedTokens(tuple(secrets.token_bytes(16) for _ in range(256))))) for _ in range(20)
@@ -252,8 +252,8 @@ NOISE: dict[str, Callable[[], list[bytes]]] = {
 
 @pytest.mark.parametrize("what", NOISE)
 def test_a_registered_node_bears_whatever_a_relay_says(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays_module, "NEAR_SECONDS", 0.0)
-    monkeypatch.setattr(relays_module, "FAR_SECONDS", 0.0)
+    monkeypatch.setattr(relays_module, "NEAR_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(relays_module, "FAR_WAIT_SECONDS", 0.0)
     came = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -264,7 +264,7 @@ def test_a_registered_node_bears_whatever_a_relay_says(what: str, monkeypatch: p
                 await reader.read()
             else:
                 writer.write(frame(encode_relay(RelayChallenge(RELAY_SPEAKS.oldest, bytes(32)))))
-                await reader.readexactly(LENGTH.size)
+                await reader.readexactly(FRAME_LENGTH.size)
                 writer.write(frame(encode_relay(TokenRegistered())))
                 for piece in NOISE[what]():
                     writer.write(piece)
@@ -295,7 +295,7 @@ def test_a_relay_of_another_protocol_is_named_with_its_release_and_hears_which_t
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             writer.write(frame(encode_relay(RelayChallenge(spoken.oldest, bytes(32), b"", spoken, "9.9"))))
-            length = LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]
+            length = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))[0]
             heard.append(decode_relay(await reader.readexactly(length)))
         writer.close()
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from covey.runtime.group.group import Group
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
     from covey.runtime.links.link import Link
     from covey.runtime.views.generation import Generation
 
@@ -103,7 +103,7 @@ class Scene:
     def terms(self) -> Any:
         return self._thread_run.terms()
 
-    def node(self, rank: int) -> Node:
+    def node(self, rank: int) -> NodeParts:
         return node_of(self.groups[rank])
 
     def generation(self, rank: int) -> Generation:

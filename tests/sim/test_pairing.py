@@ -242,7 +242,7 @@ class Play:
                 assert machine.own.id in {each.id for each, _ in self.admitted}
         assert self.stranger.grant is None, self.tell("a stranger has the secret")
         assert self.core._failed_in_all <= FAILED_TRIES
-        if not self.is_hostile and self.core.state().over not in (pairing.TOO_MANY,):
+        if not self.is_hostile and self.core.state().over not in (pairing.TOO_MANY_CODES,):
             wanted = len(self.machines) if self.core._machines == 0 else min(self.core._machines, len(self.machines))
             got = sum(machine.grant is not None for machine in self.machines)
             assert got == wanted, self.tell(f"{got} of {wanted} machines are in")
@@ -390,7 +390,7 @@ def test_the_courses_have_what_they_are_to_have() -> None:
     hostile = [course for course in courses if course.is_hostile]
     assert any(each.has_stored for course in hostile for each in course.paired)
     assert any(not each.has_stored for course in hostile for each in course.paired)
-    assert any(course.core.state().over == pairing.TOO_MANY for course in hostile)
+    assert any(course.core.state().over == pairing.TOO_MANY_CODES for course in hostile)
     assert any(course.core.state().over == pairing.ALL_IN for course in courses)
     assert any(len(course.codes) > 3 for course in courses)
 
@@ -482,7 +482,7 @@ def test_a_code_is_replaced_after_three_wrong_tries_and_no_more_are_shown_after_
     assert [state.failed for state in shown[:9]] == [0, 1, 2] * 3
     assert [state.replaced for state in shown[:9:3]] == ["", pairing.TRIED, pairing.TRIED]
     assert codes[9:] == ["", "", ""]
-    assert course.core.state().over == pairing.TOO_MANY
+    assert course.core.state().over == pairing.TOO_MANY_CODES
     assert course.core.state().failed_from == "192.0.2.99"
 
 

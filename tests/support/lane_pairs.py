@@ -7,7 +7,7 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any
 
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.base.native import native
 from covey.net.host.machine import native_crypto
 from covey.net.lanes import shm
@@ -30,16 +30,16 @@ def usable_kinds(*, is_native: bool = native().module is not None) -> list[LaneK
     obstacle = shm.obstacle_here(is_native=is_native)
     return [
         kind
-        for kind in KINDS.values()
+        for kind in LANE_KINDS.values()
         if not (kind.name == "shm" and obstacle) and not (is_native and kind.is_sealed and native_crypto())
     ]
 
 
 def open_pair(name: str, *, is_native: tuple[bool, bool] = (False, False), streams: int = 1) -> tuple[Any, Any]:
     """Return both ends of a lane for collectives, the dialling one first; each moved by the executor named."""
-    dialling, accepting = (opener_of(KINDS[name], is_native=each) for each in is_native)
+    dialling, accepting = (opener_of(LANE_KINDS[name], is_native=each) for each in is_native)
     pairs = [_connected(name) for _ in range(streams)]
-    prepared = dialling.prepare(RING_BYTES) if KINDS[name].has_rings else Prepared()
+    prepared = dialling.prepare(RING_BYTES) if LANE_KINDS[name].has_rings else Prepared()
     offer = messages.Offer(
         secrets.token_bytes(16), secrets.token_bytes(32), 1, "collectives", name, prepared.capacity, streams, 0
     )
@@ -69,7 +69,7 @@ def opener_of(kind: LaneKind, *, is_native: bool = False) -> LaneOpener:
 
 def _connected(name: str) -> tuple[socket.socket, socket.socket]:
     """Return a connection as lanes of a kind have it."""
-    if not KINDS[name].is_of_network:
+    if not LANE_KINDS[name].is_of_network:
         return socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.waiting import DEADLINE
 
 from covey.proto.pairing import PairingApplicant, PairingMachine
-from covey.wire.decoding import LENGTH, frame
+from covey.wire.decoding import FRAME_LENGTH, frame
 from covey.wire.signed import public_half
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Applying:
 
     def receive(self) -> bytes:
         """Return the next message; EOFError if the connection has ended."""
-        length = LENGTH.unpack(self._exactly(LENGTH.size))[0]
+        length = FRAME_LENGTH.unpack(self._exactly(FRAME_LENGTH.size))[0]
         return self._exactly(length)
 
     def send(self, body: bytes) -> None:

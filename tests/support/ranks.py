@@ -33,14 +33,14 @@ import numpy as np
 from tests.support.waiting import DEADLINE
 
 import covey
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from typing import Self
 
 SOURCE = Path(__file__).parents[2] / "src"
-LANES = tuple(kind.name for kind in KINDS.values() if kind.is_automatic)
+LANES = tuple(kind.name for kind in LANE_KINDS.values() if kind.is_automatic)
 
 # Ranks' functions use the modules imported above.
 __all__ = ["DEADLINE", "LANES", "Ranks", "attempt", "await_go", "contextlib", "covey", "logging", "multiprocessing"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.runtime.group.group import Group
     from covey.runtime.joining.joiner import Joiner
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
     from covey.runtime.peers.endpoint import Endpoint
 
 SURVIVING = dataclasses.replace(LOOPBACK, on_loss="continue", patience=40.0)
@@ -56,7 +56,7 @@ class Participant:
         return found
 
     @property
-    def node(self) -> Node:
+    def node(self) -> NodeParts:
         """Its node, once it is in a run."""
         member = self.joiner.member
         assert member is not None
@@ -186,7 +186,7 @@ class _Elastic(generations._Generations):
         return self._thread_run.join(is_elastic=True, is_returning=request.is_newcomer, functions=request.functions)
 
 
-def node_of(group: Group) -> Node:
+def node_of(group: Group) -> NodeParts:
     node = node_module.node_of(group)
     assert node is not None
     return node

@@ -144,7 +144,7 @@ def keep_queued_work_in_order(rank: int, size: int, store: str) -> list[Any]:
 def compare_lagging(rank: int, size: int, store: str, piece_bytes: int) -> dict[str, Any]:
     """Compare covey, through a device that lags, with gloo, which knows nothing of it; in pieces of `piece_bytes`."""
     device = devices._adapters["cpu"] = LaggingDevice(rank)
-    devices.PIECE_BYTES = piece_bytes  # type: ignore[misc]
+    devices.DEVICE_PIECE_BYTES = piece_bytes  # type: ignore[misc]
     dist.init_process_group("cpu:covey", init_method=f"file://{store}", rank=rank, world_size=size)
     gloo = dist.new_group(backend="gloo")
     warnings.simplefilter("ignore", FutureWarning)  # torch calls its coalesced forms deprecated
@@ -165,7 +165,7 @@ def compare_lagging(rank: int, size: int, store: str, piece_bytes: int) -> dict[
 def lose_one(rank: int, size: int, store: str) -> list[Any]:
     """Rank 2 is killed while its input comes from the device; the others finish without it, in one piece."""
     device = devices._adapters["cpu"] = LaggingDevice(rank)
-    devices.PIECE_BYTES = 16  # type: ignore[misc]
+    devices.DEVICE_PIECE_BYTES = 16  # type: ignore[misc]
     os.environ["COVEY_ON_LOSS"] = "continue"
     dist.init_process_group("cpu:covey", init_method=f"file://{store}", rank=rank, world_size=size)
     group, found = dist.group.WORLD.covey_group, []
@@ -198,7 +198,7 @@ def lose_one(rank: int, size: int, store: str) -> list[Any]:
 
 def compare_on_gpu(rank: int, size: int, store: str, piece_bytes: int) -> dict[str, Any]:
     """Compare covey on tensors of a GPU with covey on tensors of the host."""
-    devices.PIECE_BYTES = piece_bytes  # type: ignore[misc]
+    devices.DEVICE_PIECE_BYTES = piece_bytes  # type: ignore[misc]
     dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=size)
     warnings.simplefilter("ignore", FutureWarning)
     seat = conformance.Seat(dist.group.WORLD, rank, size)

@@ -13,7 +13,7 @@ from covey.runtime.buffers import writable
 from covey.torch.backend import devices
 
 
-@pytest.mark.parametrize("piece_bytes", [16, devices.PIECE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [16, devices.DEVICE_PIECE_BYTES])
 def test_what_goes_through_a_device_that_lags_is_what_gloo_gives(piece_bytes: int) -> None:
     for said in run_torch_ranks(2, staging.compare_lagging, piece_bytes):
         assert said["different"] == []
@@ -37,7 +37,7 @@ def test_tensors_of_a_device_stay_whole_where_a_run_goes_on_without_the_lost() -
 
 
 def test_tensors_are_cut_into_pieces_that_together_fill_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "PIECE_BYTES", 16)
+    monkeypatch.setattr(devices, "DEVICE_PIECE_BYTES", 16)
     assert devices.piece_length([torch.zeros(5), torch.zeros(5)]) == 4
     assert devices.piece_length([torch.zeros(4)]) == 0
     assert devices.piece_length([torch.zeros(10), torch.zeros(9)]) == 0
@@ -65,7 +65,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @on_gpu
-@pytest.mark.parametrize("piece_bytes", [16, devices.PIECE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [16, devices.DEVICE_PIECE_BYTES])
 def test_a_gpu_gives_what_the_host_gives(piece_bytes: int) -> None:
     for said in run_torch_ranks(2, staging.compare_on_gpu, piece_bytes):
         assert said["different"] == []

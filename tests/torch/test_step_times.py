@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from covey.plan.training import Learner, SlowestLine, table, ways
 from covey.torch.backend.below import covey_group_of
-from covey.torch.training.step_times import ESTIMATE, LEAST_STEPS, MOST_STEPS, WARM_UP, measured
+from covey.torch.training.step_times import ESTIMATE, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS, measured
 
 
 class Slow(torch.autograd.Function):
@@ -62,7 +62,7 @@ def train(rank: int, size: int, store: str, milliseconds: float, exchanges: bool
         ddp.register_comm_hook(None, slow_hook)
     steps = 0
     try:
-        while steps < WARM_UP + MOST_STEPS + 5:
+        while steps < WARM_UP_STEPS + MOST_STEPS + 5:
             ddp(torch.ones(2, 64)).sum().backward()
             steps += 1
     except SystemExit:
@@ -88,7 +88,7 @@ def test_a_run_that_is_slower_than_one_machine_says_so_with_what_is_better_and_a
 def test_covey_estimate_ends_all_ranks_after_the_same_step() -> None:
     for said, _, steps in run_torch_ranks(2, train, 1, False, True):
         assert said[-1] == "ended"
-        assert steps == WARM_UP + MOST_STEPS
+        assert steps == WARM_UP_STEPS + MOST_STEPS
 
 
 def test_what_a_step_computes_and_what_the_line_brings_follow_from_three_times() -> None:

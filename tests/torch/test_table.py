@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.support.torch_ranks import run_torch_ranks
 
-from covey.torch.backend.devices import KINDS
+from covey.torch.backend.devices import DEVICE_KINDS
 from covey.torch.backend.table import guide, table
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "pytorch.md"
@@ -18,7 +18,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "pytorch.md"
 def try_everything(rank: int, size: int, store: str) -> tuple[str, list[str]]:
     """Return the text for the guide, and the tables of the devices that this machine has."""
     dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=size)
-    here = [kind for kind in KINDS if kind != "cpu" and torch.get_device_module(kind).is_available()]
+    here = [kind for kind in DEVICE_KINDS if kind != "cpu" and torch.get_device_module(kind).is_available()]
     return guide(), [table(kind) for kind in here]
 
 

@@ -33,7 +33,7 @@ CHUNKS_AT_ONCE: Final = 8
 """Chunks that are asked for together if they are small."""
 LOOK_AGAIN_SECONDS: Final = 0.5
 """How often another machine is asked which chunks it has got meanwhile."""
-FIRST_LOOK_SECONDS: Final = 3.0
+SPARED_SECONDS: Final = 3.0
 """How long the terminal is not asked because it is not known yet what the others have."""
 STALL_SECONDS: Final = 40.0
 """A machine that has had nothing to give for so long, while nothing came from others, is asked no more."""
@@ -190,7 +190,7 @@ class DataFetch:
                 unknown = any(
                     not each.looked_at and not each.is_over for each in self._suppliers if each is not supplier
                 )
-                if unknown and time.monotonic() - self._began_at < FIRST_LOOK_SECONDS:
+                if unknown and time.monotonic() - self._began_at < SPARED_SECONDS:
                     return []
                 for other in self._suppliers:
                     if not other.is_terminal and not other.is_over:

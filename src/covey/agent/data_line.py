@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.wire import messages
 
-PIECE_SECONDS: Final = 30.0
+DATA_CALL_SECONDS: Final = 30.0
 """How long a machine may take to answer one call about a data set."""
 HAS_EVERYTHING: Final = b""
 
@@ -216,7 +216,7 @@ class DataSource:
 
     def _begin(self, function: str, *args: Any) -> CallWork[Any]:
         return self._calls.call_async(
-            self._seat, function, args, {}, rank=0, timeout=PIECE_SECONDS, decoder=_DECODERS[function]
+            self._seat, function, args, {}, rank=0, timeout=DATA_CALL_SECONDS, decoder=_DECODERS[function]
         )
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from covey.agent.data_fetch import DataFetch
 from covey.agent.data_sets import (
-    PEERS_LIMIT,
+    DATA_SOURCES_LIMIT,
     DataManifest,
     DataName,
     DataReport,
@@ -112,7 +112,7 @@ class DataService:
     # What terminals call
 
     def grant_data(
-        self, digest: Digest, machines: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=PEERS_LIMIT)]
+        self, digest: Digest, machines: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=DATA_SOURCES_LIMIT)]
     ) -> None:
         """Let machines read a data set here, as long as the caller is linked."""
         self._grants.give(_caller(), digest, machines)

@@ -26,14 +26,14 @@ DATA_CHUNK_BYTES: Final = 1 << 20
 DATA_FILES_LIMIT: Final = 200_000
 DATA_CHUNKS_LIMIT: Final = 1 << 20
 """Chunks of one data set: 1 TiB of large files."""
-MANIFEST_LIMIT: Final = 96 << 20
+DATA_MANIFEST_LIMIT: Final = 96 << 20
 DATA_SETS_LIMIT: Final = 256
 """Data sets of one machine."""
-PEERS_LIMIT: Final = 64
+DATA_SOURCES_LIMIT: Final = 64
 """Other machines from which one machine takes a data set."""
 _FORMAT: Final = 1
 _DIGEST_BYTES: Final = 32
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_DATA_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 DataName = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)]
@@ -98,7 +98,7 @@ class DataManifest:
                 "pack small files into archives, or push parts under several names"
             )
         self.encoded = msgspec.msgpack.encode(_Encoded(_FORMAT, is_file, self.files))
-        if len(self.encoded) > MANIFEST_LIMIT:
+        if len(self.encoded) > DATA_MANIFEST_LIMIT:
             raise ConfigError("the names of the files are too long for one data set; pack the files into archives")
         self.digest = hashlib.sha256(self.encoded).digest()
 
@@ -139,9 +139,9 @@ class FetchRequest(msgspec.Struct, frozen=True, array_like=True):
 
     name: DataName
     digest: Digest
-    size: Annotated[int, msgspec.Meta(ge=1, le=MANIFEST_LIMIT)]
+    size: Annotated[int, msgspec.Meta(ge=1, le=DATA_MANIFEST_LIMIT)]
     """Of the encoded list."""
-    peers: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=PEERS_LIMIT)]
+    peers: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=DATA_SOURCES_LIMIT)]
     """Agents that have the data set, or get it at the same time."""
     is_here: bool = True
     """Whether the terminal has it, too."""
@@ -187,7 +187,7 @@ class DataReport(msgspec.Struct, frozen=True, array_like=True):
 
 def check_data_name(name: str) -> str:
     """Return the name of a data set; ConfigError if it cannot be one."""
-    if not _NAME.fullmatch(name):
+    if not _DATA_NAME.fullmatch(name):
         raise ConfigError(
             f"{printable(name, 100)!r} is no name of a data set: it has 1 to 100 of A-Z a-z 0-9 . _ - and begins with "
             "a letter or a digit; choose one with --name"

@@ -26,8 +26,8 @@ import numpy as np
 from covey.agent.data_folder import OpenFiles
 from covey.agent.data_sets import (
     DATA_CHUNK_BYTES,
+    DATA_MANIFEST_LIMIT,
     DATA_SETS_LIMIT,
-    MANIFEST_LIMIT,
     DataFile,
     DataManifest,
     DataReport,
@@ -54,9 +54,9 @@ DATA_FORMAT: Final = 1
 SPARE_BYTES: Final = 1 << 30
 """Space on the disk that data sets leave free."""
 _PARTIAL: Final = "partial-"
-_LIST, _FILES, _CURRENT, _LOCK, _PUSHED = "list", "files", "current.json", "lock", "pushed.json"
+_LIST_FILE, _FILES_FOLDER, _CURRENT, _LOCK, _PUSHED = "list", "files", "current.json", "lock", "pushed.json"
 _Record = TypeVar("_Record", bound=msgspec.Struct)
-_IN_USE, _NAME = "in-use", "name"
+_IN_USE, _NAME_FILE = "in-use", "name"
 
 
 class _Current(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ def data(name: str) -> Path:
         version = folder / current.digest
         if _use(version):
             manifest = _read_list(version, current.digest)
-            return version / _FILES / manifest.files[0].path if manifest.is_file else version / _FILES
+            return version / _FILES_FOLDER / manifest.files[0].path if manifest.is_file else version / _FILES_FOLDER
         current = _current(folder)  # another version was published, or it was removed
     here = os.uname().nodename
     there = ", ".join(each.name for each in DataStore().reports() if each.is_complete)
@@ -228,7 +228,7 @@ def _is_used(version: Path) -> bool:
 
 def _read_list(version: Path, digest: str) -> DataManifest:
     try:
-        return DataManifest.decode(read_private(version / _LIST, most=MANIFEST_LIMIT), bytes.fromhex(digest))
+        return DataManifest.decode(read_private(version / _LIST_FILE, most=DATA_MANIFEST_LIMIT), bytes.fromhex(digest))
     except FileNotFoundError:
         raise ConfigError(f"the data set in {version} has no list of files; remove it with `covey data`") from None
 
@@ -242,7 +242,7 @@ class StoredData:
         """By chunk, whether it is here and was checked."""
         self._sizes = _chunk_sizes(manifest)
         self._lock = threading.Lock()
-        self.root = os.open(folder / _FILES, FOLDER_FLAGS)
+        self.root = os.open(folder / _FILES_FOLDER, FOLDER_FLAGS)
         """A descriptor of the folder with its files."""
         self._files = OpenFiles(lambda number: open_below(self.root, manifest.files[number].path))
 
@@ -277,8 +277,8 @@ class PartialData(StoredData):
         Raises:
             ConfigError: the folder cannot be made.
         """
-        private_folder(private_folder(folder) / _FILES)
-        write_private(folder / _LIST, manifest.encoded)
+        private_folder(private_folder(folder) / _FILES_FOLDER)
+        write_private(folder / _LIST_FILE, manifest.encoded)
         super().__init__(folder, manifest)
         self.there[:] = False
 
@@ -409,7 +409,7 @@ class DataStore:
                 found.append(
                     DataReport(
                         current.name, bytes.fromhex(current.digest), current.files, current.size, current.size,
-                        current.manifest_size, current.came_from, current.at, str(version / _FILES),
+                        current.manifest_size, current.came_from, current.at, str(version / _FILES_FOLDER),
                         is_used=_is_used(version),
                     )
                 )  # fmt: skip
@@ -419,7 +419,7 @@ class DataStore:
     def find(self, digest: bytes) -> StoredData | None:
         """Return a complete version, to be closed by the caller; None if it is not here."""
         for folder in self._data_sets():
-            if (folder / digest.hex() / _LIST).exists():
+            if (folder / digest.hex() / _LIST_FILE).exists():
                 version = folder / digest.hex()
                 return StoredData(version, _read_list(version, digest.hex()))
         return None
@@ -428,7 +428,7 @@ class DataStore:
         """Tell whether programs find this version under this name."""
         current = _current(run_folder(self._folder, name))
         return current is not None and current.digest == digest.hex() and (
-            run_folder(self._folder, name) / current.digest / _LIST
+            run_folder(self._folder, name) / current.digest / _LIST_FILE
         ).exists()  # fmt: skip
 
     def _data_sets(self) -> Iterator[Path]:
@@ -439,7 +439,7 @@ class DataStore:
 
     def _partial(self, folder: Path, version: Path) -> DataReport | None:
         try:
-            name = (version / _NAME).read_text()
+            name = (version / _NAME_FILE).read_text()
             manifest = _read_list(version, version.name.removeprefix(_PARTIAL))
         except (OSError, ConfigError, ValueError):
             return None
@@ -466,7 +466,7 @@ class DataStore:
                 shared = sum(file.size for file in manifest.files if _content(file) in known)
                 self._check_room(name, manifest, limit, _disk_bytes(version) + shared)
                 partial = PartialData(version, manifest)
-                (version / _NAME).write_text(name)
+                (version / _NAME_FILE).write_text(name)
         except BaseException:
             for each in earlier:
                 each.close()

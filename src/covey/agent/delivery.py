@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FOLDER_FILES_LIMIT: Final = 4096
 """Files of one folder that a terminal may read."""
-_TEMPORARY: Final = "temporary"
+_TEMPORARY_FOLDER: Final = "temporary"
 
 
 def run_folder(folder: Path, run: str) -> Path:
@@ -47,12 +47,12 @@ def work_folder(folder: Path) -> Path:
 
 def mark_temporary(folder: Path) -> None:
     """Note that the folder of a run is of no use once its program is forgotten."""
-    (private_folder(folder) / _TEMPORARY).touch(mode=0o600)
+    (private_folder(folder) / _TEMPORARY_FOLDER).touch(mode=0o600)
 
 
 def remove_temporary(folder: Path) -> None:
     """Remove the folder of a run if it was marked."""
-    if (folder / _TEMPORARY).exists():
+    if (folder / _TEMPORARY_FOLDER).exists():
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -33,8 +33,8 @@ _SENTENCES: Final = {
 }
 NAMED: Final = 12
 """Left out files that are named for one reason."""
-ADVICE: Final = f"leave it out with a line in {IGNORE_FILE}"
-READ_BYTES: Final = 1 << 20
+IGNORE_ADVICE: Final = f"leave it out with a line in {IGNORE_FILE}"
+FILE_READ_BYTES: Final = 1 << 20
 _NODE_KEY: Final = re.compile(r"\d+\.key")
 FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -191,7 +191,7 @@ class FolderReader:
                 raise ConfigError(f"there is no folder {self._folder}") from None
             return  # it has just been removed
         except OSError as error:
-            raise ConfigError(f"{self._folder / below} cannot be read: {error.strerror}; {ADVICE}") from error
+            raise ConfigError(f"{self._folder / below} cannot be read: {error.strerror}; {IGNORE_ADVICE}") from error
         for name, is_folder, is_link in found:
             path = f"{below}/{name}" if below else name
             if self._ignored.ignores(path, is_folder=is_folder):
@@ -230,7 +230,7 @@ class FolderReader:
             self.left_out.append(LeftOut(path, OWN_FILE))
             return
         if target.is_dir():
-            raise ConfigError(f"{path} is a link to a folder, which is not sent; {ADVICE}")
+            raise ConfigError(f"{path} is a link to a folder, which is not sent; {IGNORE_ADVICE}")
         inner = str(target.relative_to(self._folder))
         profiles = [
             depth - 1
@@ -258,13 +258,13 @@ class FolderReader:
         except FileNotFoundError:
             if path == inner:
                 return  # it has just been removed
-            raise ConfigError(f"{path} is a link to a file that is not there; {ADVICE}") from None
+            raise ConfigError(f"{path} is a link to a file that is not there; {IGNORE_ADVICE}") from None
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}; {ADVICE}") from error
+            raise ConfigError(f"{path} cannot be read: {error.strerror}; {IGNORE_ADVICE}") from error
         with open(descriptor, "rb", buffering=0) as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{path} is neither a file nor a folder; {ADVICE}")
+                raise ConfigError(f"{path} is neither a file nor a folder; {IGNORE_ADVICE}")
             self._paths.add(path)
             if self._count >= self._files_limit:
                 raise ConfigError(
@@ -334,6 +334,6 @@ def stamp(file: IO[bytes]) -> tuple[int, int]:
 def read_some(file: IO[bytes], path: str) -> bytes:
     """Return the next bytes of a file, b"" at its end; ConfigError if it cannot be read."""
     try:
-        return file.read(READ_BYTES)
+        return file.read(FILE_READ_BYTES)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; {ADVICE}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {IGNORE_ADVICE}") from error

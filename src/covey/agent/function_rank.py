@@ -33,9 +33,9 @@ CALL_FOLDER: Final = "covey-call"
 FUNCTION_FILE: Final = f"{CALL_FOLDER}/function"
 ARGUMENTS_FILE: Final = f"{CALL_FOLDER}/arguments"
 RESULTS_FOLDER: Final = f"{CALL_FOLDER}/results"
-PARTS_LIMIT: Final = 1 << 16
+FUNCTION_PARTS_LIMIT: Final = 1 << 16
 _COUNT: Final = struct.Struct("<I")
-_LENGTH: Final = struct.Struct("<Q")
+_PART_LENGTH: Final = struct.Struct("<Q")
 CONVERTER: Final = TensorConverter()
 
 
@@ -99,20 +99,20 @@ def load_function(file: bytes) -> Callable[..., Any]:
 
 def values_file(parts: Sequence[Any]) -> bytes:
     """Return parts of values in one file."""
-    sizes = b"".join(_LENGTH.pack(len(part)) for part in parts)
+    sizes = b"".join(_PART_LENGTH.pack(len(part)) for part in parts)
     return b"".join([_COUNT.pack(len(parts)), sizes, *parts])
 
 
 def parts_of(file: bytes) -> list[memoryview]:
     """Return the parts in a file; RemoteProtocolError if it is none."""
     data = memoryview(file)
-    count = _COUNT.unpack_from(data)[0] if len(data) >= _COUNT.size else PARTS_LIMIT + 1
-    start = _COUNT.size + count * _LENGTH.size
-    if count > PARTS_LIMIT or len(data) < start:
+    count = _COUNT.unpack_from(data)[0] if len(data) >= _COUNT.size else FUNCTION_PARTS_LIMIT + 1
+    start = _COUNT.size + count * _PART_LENGTH.size
+    if count > FUNCTION_PARTS_LIMIT or len(data) < start:
         raise RemoteProtocolError("not a file of values")
     parts = []
     for number in range(count):
-        (size,) = _LENGTH.unpack_from(data, _COUNT.size + number * _LENGTH.size)
+        (size,) = _PART_LENGTH.unpack_from(data, _COUNT.size + number * _PART_LENGTH.size)
         parts.append(data[start : start + size])
         start += size
     if start != len(data):

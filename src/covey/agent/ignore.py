@@ -31,7 +31,7 @@ PROFILE_MARKS: Final = ("key3.db", "key4.db", "cookies.sqlite", "places.sqlite",
 """A folder that has a file of one of these names is the profile of a browser."""
 HEAD_BYTES: Final = 4096
 """How much of a file shows whether it is a private key."""
-_NAME: Final = re.compile("|".join(fnmatch.translate(name.casefold()) for name in SENSITIVE_NAMES))
+_SENSITIVE: Final = re.compile("|".join(fnmatch.translate(name.casefold()) for name in SENSITIVE_NAMES))
 _KEY: Final = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*"
     rb"(?:-{4,5} ?BEGIN [A-Z0-9 ]*PRIVATE KEY|PuTTY-User-Key-File-|AGE-SECRET-KEY-|openssh-key-v1\0)"
@@ -143,7 +143,7 @@ class SensitiveRules:
 
     def at(self, path: str) -> list[int]:
         """Return the positions of the parts of a path whose names are sensitive."""
-        return [number for number, part in enumerate(path.split("/")) if _NAME.match(part.casefold())]
+        return [number for number, part in enumerate(path.split("/")) if _SENSITIVE.match(part.casefold())]
 
     def covers(self, path: str, at: Sequence[int]) -> bool:
         """Tell whether a person has named all of the sensitive parts of a path, which are at these positions."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LOG_BYTES: Final = 32 << 20
 """What is kept of the output of a program."""
-TAIL_BYTES: Final = 256 << 10
+VIEW_TAIL_BYTES: Final = 256 << 10
 """What a view shows of the output before it was opened."""
 
 
@@ -58,7 +58,7 @@ class OutputLog:
 
     def tail(self) -> int:
         """Return an offset shortly before the end, at which a record begins."""
-        return tail_of(self._folder, TAIL_BYTES)
+        return tail_of(self._folder, VIEW_TAIL_BYTES)
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call `listener` after every change, on the thread of the change; return what ends this."""

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.agent.callers import RestartedError
-from covey.agent.data_sets import PEERS_LIMIT, DataReport, FetchRequest
+from covey.agent.data_sets import DATA_SOURCES_LIMIT, DataReport, FetchRequest
 from covey.agent.launching import AGENT_PAUSES, for_all
 from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.runtime.backoff import Backoff
@@ -76,16 +76,16 @@ def push(
     `holders` are agents that have it already; those and the targets give it to each other.
     """
     machines = tuple(dict.fromkeys(agent.machine for agent in targets))
-    givers = list({agent.card.id: agent for agent in (*holders, *targets)}.values())[:PEERS_LIMIT]
+    givers = list({agent.card.id: agent for agent in (*holders, *targets)}.values())[:DATA_SOURCES_LIMIT]
     outcomes: dict[bytes, Pushed] = {}
     bar.expect(wanted.size * len(targets))
 
     def grant(agent: AgentCaller) -> None:
         with contextlib.suppress(CoveyError):  # then it gives nothing, and others do
-            agent.call("grant_data", wanted.digest, machines[:PEERS_LIMIT], timeout=GRANT_SECONDS)
+            agent.call("grant_data", wanted.digest, machines[:DATA_SOURCES_LIMIT], timeout=GRANT_SECONDS)
 
     def send(agent: AgentCaller) -> None:
-        peers = tuple(each.card.id for each in givers if each is not agent)[:PEERS_LIMIT]
+        peers = tuple(each.card.id for each in givers if each is not agent)[:DATA_SOURCES_LIMIT]
         outcomes[agent.card.id] = _send(agent, wanted, peers, grant, bar)
 
     giving = contextlib.nullcontext() if wanted.folder is None else terminal.giving(wanted.folder, machines)

@@ -13,16 +13,16 @@ import msgspec
 
 from covey.base.errors import ConfigError
 from covey.base.text import printable
-from covey.wire.calls import INLINE_BYTES
+from covey.wire.calls import CALL_INLINE_BYTES
 
-AGENT_CALL_BYTES: Final = INLINE_BYTES
+AGENT_CALL_BYTES: Final = CALL_INLINE_BYTES
 """The arguments or the result of one call."""
 OUTPUT_CHUNK_BYTES: Final = 32 << 10
 """Bytes of a file, or of output, in one call."""
 PAGE_ENTRIES: Final = 256
 """Files in one page of a list."""
 PATH_BYTES: Final = 1024
-WORDS_LIMIT: Final = 1024
+ARGUMENTS_LIMIT: Final = 1024
 """Arguments of a program."""
 WORDS_BYTES: Final = 32 << 10
 """Characters of all of them."""
@@ -30,12 +30,12 @@ JOB_PROCESSES_LIMIT: Final = 1024
 LEASE_LIMIT: Final = 3600.0
 RunName = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 Word = Annotated[str, msgspec.Meta(max_length=WORDS_BYTES)]
-Words = Annotated[tuple[Word, ...], msgspec.Meta(max_length=WORDS_LIMIT)]
+Words = Annotated[tuple[Word, ...], msgspec.Meta(max_length=ARGUMENTS_LIMIT)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Chunk = Annotated[bytes, msgspec.Meta(max_length=OUTPUT_CHUNK_BYTES)]
-NAME_BYTES: Final = 255
+PATH_PART_BYTES: Final = 255
 """Of one part of a path: file systems take no more."""
-DEPTH_LIMIT: Final = 32
+FOLDERS_DEEP: Final = 32
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -68,7 +68,7 @@ class StartRequest(msgspec.Struct, frozen=True, array_like=True):
     """On this machine."""
     options: Words
     """Options of `covey run`, the same on all machines."""
-    words: Annotated[tuple[Word, ...], msgspec.Meta(min_length=1, max_length=WORDS_LIMIT)]
+    words: Annotated[tuple[Word, ...], msgspec.Meta(min_length=1, max_length=ARGUMENTS_LIMIT)]
     """The script and its arguments."""
     interpreter: Interpreter = Interpreter()
     lease: Annotated[float, msgspec.Meta(ge=0, le=LEASE_LIMIT)] = 0.0
@@ -121,7 +121,7 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True):
 class FileChunk(msgspec.Struct, frozen=True, array_like=True):
     """Some bytes of a file that a program has written, in order."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES)]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=PATH_PART_BYTES)]
     size: Number
     """Of the whole file."""
     data: Chunk
@@ -148,8 +148,10 @@ def _problem(path: str, parts: tuple[str, ...]) -> str:
         sizes = [len(part.encode()) for part in parts]
     except UnicodeEncodeError:
         return "it is no UTF-8"
-    if sum(sizes) + len(sizes) - 1 > PATH_BYTES or max(sizes) > NAME_BYTES or len(parts) > DEPTH_LIMIT:
-        return f"it is longer than {PATH_BYTES} bytes, {NAME_BYTES} for a name, or deeper than {DEPTH_LIMIT} folders"
+    if sum(sizes) + len(sizes) - 1 > PATH_BYTES or max(sizes) > PATH_PART_BYTES or len(parts) > FOLDERS_DEEP:
+        return (
+            f"it is longer than {PATH_BYTES} bytes, {PATH_PART_BYTES} for a name, or deeper than {FOLDERS_DEEP} folders"
+        )
     if path.startswith("/"):
         return "it is absolute"
     if any(part in ("", ".", "..") for part in parts):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from covey.runtime.keeper.rank_logs import RankLogs
 
 WRITE_WAIT_SECONDS: Final = 0.2
-_PREFIX: Final = re.compile(rb"\[([^\]\r\n]{1,160})\] (.*)\Z", re.DOTALL)
+_MACHINE_PREFIX: Final = re.compile(rb"\[([^\]\r\n]{1,160})\] (.*)\Z", re.DOTALL)
 _NOTES: Final = re.compile(rb"(\A|\n)covey: ")
 """Where a line of `covey run` itself begins."""
 _OWN: Final = re.compile(rb"^(?=[^\[\r\n])(?!covey: )", re.MULTILINE)
@@ -82,7 +82,7 @@ class Screen:
         self._put(stream, room + text)
         if self._logs is not None:
             for line in text.splitlines(keepends=True):
-                found = _PREFIX.match(line)
+                found = _MACHINE_PREFIX.match(line)
                 label = found[1].decode(errors="replace") if found is not None else machine
                 if problem := self._logs.write(label, found[2] if found is not None else line):
                     self.note(problem)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, Self
 
-from covey.agent.folder import ADVICE, FolderReader, LeftOut, ReadFile, read_some, stamp
+from covey.agent.folder import IGNORE_ADVICE, FolderReader, LeftOut, ReadFile, read_some, stamp
 from covey.agent.ignore import HEAD_BYTES, IGNORE_FILE
 from covey.agent.requests import FileEntry, PathSet
 from covey.base.errors import ConfigError
@@ -156,7 +156,7 @@ class _SnapshotReader(FolderReader):
             if stamp(file) == before and size == before[1]:
                 head = os.pread(self._content.fileno(), min(size, HEAD_BYTES), self._end)
                 return ReadFile(size, digest.digest(), head)
-        raise ConfigError(f"{path} changes while it is read; stop what writes it, or {ADVICE}")
+        raise ConfigError(f"{path} changes while it is read; stop what writes it, or {IGNORE_ADVICE}")
 
     def _keep(self, entry: FileEntry) -> None:
         self._taken.append((entry, self._end))

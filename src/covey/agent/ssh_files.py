@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 GREETING: Final = b"\ncovey takes files 1\n"
 """What the other end writes first. Before it comes what the shell there prints, if it prints anything."""
 NOISE_LIMIT: Final = 64 << 10
-MESSAGE_LIMIT: Final = 1 << 20
-_LENGTH: Final = struct.Struct(">I")
+SSH_FRAME_LIMIT: Final = 1 << 20
+_FRAME_LENGTH: Final = struct.Struct(">I")
 
 
 class _Files(msgspec.Struct, frozen=True, array_like=True, tag="files"):
@@ -79,7 +79,7 @@ _decoder: Final[msgspec.msgpack.Decoder[_Message]] = msgspec.msgpack.Decoder(_Me
 
 def _packed(message: _Message) -> bytes:
     body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return _FRAME_LENGTH.pack(len(body)) + body
 
 
 class MessageReader:
@@ -99,14 +99,14 @@ class MessageReader:
                     raise ConfigError("its shell prints without end before it starts covey")
                 return
             self._held, self._is_greeted = rest, True
-        while len(self._held) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._held)
-            if length > MESSAGE_LIMIT:
+        while len(self._held) >= _FRAME_LENGTH.size:
+            (length,) = _FRAME_LENGTH.unpack_from(self._held)
+            if length > SSH_FRAME_LIMIT:
                 raise ConfigError("what it answers is no answer of covey")
-            end = _LENGTH.size + length
+            end = _FRAME_LENGTH.size + length
             if len(self._held) < end:
                 return
-            body = bytes(self._held[_LENGTH.size : end])
+            body = bytes(self._held[_FRAME_LENGTH.size : end])
             del self._held[:end]
             yield _decoded(body)
 
@@ -285,9 +285,9 @@ def _take(files: Delivery, source: IO[bytes], target: IO[bytes]) -> None:
 
 def _read(source: IO[bytes], kind: Callable[..., Any]) -> Any:
     """Return the next message of the input, of a kind."""
-    head = source.read(_LENGTH.size)
-    length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0
-    body = source.read(length) if length <= MESSAGE_LIMIT else b""
+    head = source.read(_FRAME_LENGTH.size)
+    length = _FRAME_LENGTH.unpack(head)[0] if len(head) == _FRAME_LENGTH.size else 0
+    body = source.read(length) if length <= SSH_FRAME_LIMIT else b""
     if not length or len(body) < length:
         raise ConfigError("the connection ended before all files had come; start again")
     message = _decoded(body)

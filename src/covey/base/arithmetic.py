@@ -41,7 +41,10 @@ DTYPES: Final[tuple[np.dtype[Any], ...]] = tuple(
 )
 """Indexed by code. Codes are part of the wire format: only append."""
 BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
-_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
+_DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
+BOOL_CODE: Final = _DTYPE_CODES[np.dtype(np.bool_)]
+BYTE_CODE: Final = _DTYPE_CODES[np.dtype(np.uint8)]
+"""The code of an array of bytes, which is how messages of bytes travel."""
 Array = np.ndarray[Any, np.dtype[Any]]
 Combine = Callable[..., Any]
 Op: TypeAlias = Literal["sum", "mean", "min", "max", "prod", "and", "or", "xor"]
@@ -61,9 +64,9 @@ _UFUNCS: Final[dict[str, np.ufunc]] = {
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
     """Return the wire code of `dtype`; raise TypeError if covey does not support it."""
-    code = _CODES.get(dtype)
+    code = _DTYPE_CODES.get(dtype)
     if code is None:
-        hint = "; convert it to the native byte order" if dtype.newbyteorder("=") in _CODES else ""
+        hint = "; convert it to the native byte order" if dtype.newbyteorder("=") in _DTYPE_CODES else ""
         raise TypeError(f"covey cannot move arrays of {dtype!r}{hint}. It moves {', '.join(d.name for d in DTYPES)}.")
     return code
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConfigError
-from covey.base.lane_kinds import KINDS, LaneReach
+from covey.base.lane_kinds import LANE_KINDS, LaneReach
 from covey.base.setting_kinds import YEAR_SECONDS as YEAR_SECONDS
 from covey.base.setting_kinds import check_timeout as check_timeout
-from covey.base.settings import PORTS as PORTS
-from covey.base.settings import RELAY_PORT, SETTINGS, SETTINGS_FILE, USER_FILE, suggestion
+from covey.base.settings import NODE_PORTS, RELAY_PORT, SETTINGS, SETTINGS_FILE, USER_FILE, suggestion
 from covey.base.settings import GroupConfig as GroupConfig
 
 if TYPE_CHECKING:
@@ -91,17 +90,17 @@ def split_list(text: str) -> tuple[str, ...]:
 def ports_from(text: str) -> range:
     """Return the ports to try to listen on, in order, for a value of COVEY_PORT."""
     if not text:
-        return PORTS
+        return NODE_PORTS
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
         raise ConfigError(f"COVEY_PORT={text!r} must be a port from 1 to 65535")
-    return range(int(text), min(int(text) + len(PORTS), 1 << 16))
+    return range(int(text), min(int(text) + len(NODE_PORTS), 1 << 16))
 
 
 def group_config(env: Mapping[str, str], **explicit: Any) -> GroupConfig:
     """Return the settings from the environment, overridden by the arguments that are not None."""
     refuse_unknown(env)
     for name in (explicit.get("lanes"), env.get("COVEY_LANES")):
-        if name in KINDS and KINDS[name].reach is LaneReach.THREADS:
+        if name in LANE_KINDS and LANE_KINDS[name].reach is LaneReach.THREADS:
             raise ConfigError(
                 f"lanes={name!r} is for covey.testing.run_threads, whose ranks are threads of one process"
             )
@@ -190,8 +189,8 @@ def from_argument(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-FORMS: Final = f"host, host:port or [IPv6]:port, like 192.168.1.5:{PORTS[0]}, separated by commas"
-_NAME: Final = re.compile(r"(?!-)[\w-]+(\.[\w-]+)*\.?")
+FORMS: Final = f"host, host:port or [IPv6]:port, like 192.168.1.5:{NODE_PORTS[0]}, separated by commas"
+_HOST_NAME: Final = re.compile(r"(?!-)[\w-]+(\.[\w-]+)*\.?")
 _NUMERIC: Final = re.compile(r"[0-9.]+")
 
 
@@ -238,11 +237,11 @@ def parse_relay(relay: str) -> Seed:
         return parse_seed(relay, RELAY_PORT)
     except ConfigError as error:
         text = str(error).removeprefix("seed ").replace("Seeds are", "Relays are")
-        raise ConfigError(f"relay {text}".replace(f":{PORTS[0]}", f":{RELAY_PORT}")) from None
+        raise ConfigError(f"relay {text}".replace(f":{NODE_PORTS[0]}", f":{RELAY_PORT}")) from None
 
 
-def parse_seed(seed: str, default_port: int = PORTS[0]) -> Seed:
-    """Return the host and the port of `host:port` or `[ip]:port`; the port defaults to the first of PORTS.
+def parse_seed(seed: str, default_port: int = NODE_PORTS[0]) -> Seed:
+    """Return the host and the port of `host:port` or `[ip]:port`; the port defaults to the first of NODE_PORTS.
 
     Raises:
         ConfigError: it is not a valid seed.
@@ -261,7 +260,7 @@ def parse_seed(seed: str, default_port: int = PORTS[0]) -> Seed:
         port = port if colon else str(default_port)
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise _error(seed, f"{port!r} is not a port from 1 to 65535")
-    if ":" not in host and (not _NAME.fullmatch(host) or (_NUMERIC.fullmatch(host) and not _is_ip(host, 4))):
+    if ":" not in host and (not _HOST_NAME.fullmatch(host) or (_NUMERIC.fullmatch(host) and not _is_ip(host, 4))):
         raise _error(seed, f"{host!r} is neither a host name nor an address")
     return Seed(host, int(port))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-COLOURS: Final = {"good": "#16a34a", "busy": "#2563eb", "warn": "#d97706", "bad": "#dc2626", "off": "#94a3b8"}
+MARK_COLOURS: Final = {"good": "#16a34a", "busy": "#2563eb", "warn": "#d97706", "bad": "#dc2626", "off": "#94a3b8"}
 """What a mark says, beside its words."""
 _CELL: Final = "padding:2px 12px 2px 0;text-align:left;vertical-align:top"
 
@@ -18,7 +18,7 @@ class Mark(NamedTuple):
 
     text: str
     kind: str
-    """One of COLOURS."""
+    """One of MARK_COLOURS."""
 
 
 class Shade(NamedTuple):
@@ -55,4 +55,4 @@ def _cell(cell: Cell) -> str:
 
 
 def _marked(mark: Mark) -> str:
-    return f'<span style="color:{COLOURS[mark.kind]}">&#9679;</span> {html.escape(mark.text)}'
+    return f'<span style="color:{MARK_COLOURS[mark.kind]}">&#9679;</span> {html.escape(mark.text)}'

@@ -56,13 +56,13 @@ class LaneKind(NamedTuple):
         return not self.systems or system in self.systems
 
 
-KINDS: Final[dict[str, LaneKind]] = {}
+LANE_KINDS: Final[dict[str, LaneKind]] = {}
 """All kinds by name, the preferred ones first."""
 
 
 def register(kind: LaneKind) -> None:
     """Let ranks use a kind of lane from now on. All ranks of a run need it."""
-    KINDS[kind.name] = kind
+    LANE_KINDS[kind.name] = kind
 
 
 for _kind in (
@@ -89,4 +89,4 @@ for _kind in (
 
 def named_kinds() -> tuple[str, ...]:
     """Return the kinds that a program may name; those for threads of one process are for tests."""
-    return tuple(kind.name for kind in KINDS.values() if kind.reach is not LaneReach.THREADS)
+    return tuple(kind.name for kind in LANE_KINDS.values() if kind.reach is not LaneReach.THREADS)

@@ -52,6 +52,9 @@ def operation_name(number: int) -> str:
     return OPERATIONS[number] if number < len(OPERATIONS) else "something else"
 
 
+SLOWEST: Final = 1e3
+FASTEST: Final = 1e12
+"""Bytes per second. No link is slower or faster: what a rank or a file says beyond these is taken for them."""
 NAME_LIMIT: Final = 100
 REASON_LIMIT: Final = 200
 """Characters of a program's error in messages to other ranks."""

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from covey.base.errors import ConfigError
 
 YEAR_SECONDS: Final = 365 * 86400.0
-_UNITS: Final = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_BYTE_UNITS: Final = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _RATE_UNITS: Final = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -80,7 +80,7 @@ class ByteCount(NamedTuple):
     def read(self, label: str, value: Any) -> int:
         size = value
         if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,15}) ?([KMG]iB|)", value, re.IGNORECASE)):
-            size = int(match[1]) * _UNITS[match[2].lower()]
+            size = int(match[1]) * _BYTE_UNITS[match[2].lower()]
         if isinstance(size, bool) or not isinstance(size, numbers.Integral):
             raise ConfigError(f"{label}={value!r} is not a number of bytes; write 65536, 64KiB or 4MiB")
         size = int(size)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from covey.base.errors import ConfigError
-from covey.base.lane_kinds import KINDS, LaneName, LaneReach, named_kinds
+from covey.base.lane_kinds import LANE_KINDS, LaneName, LaneReach, named_kinds
 from covey.base.numbers import MAX_MEMBERS
 from covey.base.setting_kinds import (
     AnyText,
@@ -44,9 +44,9 @@ Striping: TypeAlias = Literal["auto", "off"]
 TopologyChoice: TypeAlias = Literal["auto", "full", "kregular", "hypercube"]
 
 LANES: Final = ("auto", *named_kinds())
-_IN_CLEAR: Final = tuple(name for name in LANES if name in KINDS and not KINDS[name].is_sealed)
-_OPTIONAL: Final = tuple(name for name in LANES if name in KINDS and KINDS[name].extra)
-_OF_THREADS: Final = tuple(kind.name for kind in KINDS.values() if kind.reach is LaneReach.THREADS)
+_IN_CLEAR: Final = tuple(name for name in LANES if name in LANE_KINDS and not LANE_KINDS[name].is_sealed)
+_OPTIONAL: Final = tuple(name for name in LANES if name in LANE_KINDS and LANE_KINDS[name].extra)
+_OF_THREADS: Final = tuple(kind.name for kind in LANE_KINDS.values() if kind.reach is LaneReach.THREADS)
 KERNEL_COPY: Final = ("never", "auto", "always")
 ON_LOSS: Final[tuple[OnLoss, ...]] = get_args(OnLoss)
 QUORUMS: Final[tuple[Quorum, ...]] = get_args(Quorum)
@@ -54,7 +54,7 @@ PLANS: Final[tuple[PlanChoice, ...]] = get_args(PlanChoice)
 STRIPE: Final[tuple[Striping, ...]] = get_args(Striping)
 TOPOLOGY: Final[tuple[TopologyChoice, ...]] = get_args(TopologyChoice)
 STREAMS_LIMIT: Final = 64
-PORTS: Final = range(47700, 47732)
+NODE_PORTS: Final = range(47700, 47732)
 """The ports of cluster nodes: a node listens on the first free one, so that a seed's port is easy to guess."""
 RELAY_PORT: Final = 47690
 """The port of a relay, unless its address says another."""
@@ -431,7 +431,8 @@ _OTHERS: Final = (
         files=USER_FILE, option=Option("--relay", of_cluster=True, commands=(RUN, UP)),
     ),
     _other(
-        _NETWORK, "port", Number(1, 65535), str(PORTS[0]), f"The first of {len(PORTS)} ports to try for listening.",
+        _NETWORK, "port", Number(1, 65535), str(NODE_PORTS[0]),
+        f"The first of {len(NODE_PORTS)} ports to try for listening.",
         files=ANY_FILE,
     ),
     _other(

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 TEXT_LIMIT: Final = 1000
 """The default limit, in characters."""
 CUT: Final = "..."
-FEW: Final = 16
+LISTED_ITEMS: Final = 16
 """As many items are named one by one; a text is to be read, and goes to every rank."""
 
 
@@ -47,12 +47,16 @@ def listed(items: Iterable[object]) -> str:
 def listed_briefly(items: Iterable[object]) -> str:
     """Return the items as an English list; of many only the first ones, and how many others there are."""
     words = [str(item) for item in items]
-    return listed(words) if len(words) <= FEW else f"{', '.join(words[: FEW - 1])} and {len(words) - FEW + 1} others"
+    return (
+        listed(words)
+        if len(words) <= LISTED_ITEMS
+        else f"{', '.join(words[: LISTED_ITEMS - 1])} and {len(words) - LISTED_ITEMS + 1} others"
+    )
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
     """Return ranks, which ascend, as an English list: "0, 1 and 3"; of many the intervals: "0 to 4 and 6 to 127"."""
-    if len(ranks) <= FEW:
+    if len(ranks) <= LISTED_ITEMS:
         return listed(ranks)
     first = [rank for rank, before in zip(ranks, (None, *ranks), strict=False) if before is None or rank != before + 1]
     last = [rank for rank, after in zip(ranks, (*ranks[1:], None), strict=True) if after is None or rank != after - 1]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ENTRIES_CHECK_EVERY: Final = 0.25
 """How often `--follow` looks for new entries."""
-_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_TIME_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _COLUMNS: Final = ("TIME", "CLUSTER", "EVENT", "RUN", "NODE", "ID", "ADDRESS", "REASON")
 _LEFT_OUT: Final = {"ID": 4, "RUN": 3, "CLUSTER": 2, "ADDRESS": 1}
 """Columns that are left out on a narrow terminal, the highest number first."""
@@ -98,7 +98,7 @@ def _moment(text: str | None) -> datetime | None:
     if text is None:
         return None
     if match := re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip()):
-        return datetime.now(UTC) - timedelta(seconds=int(match[1]) * _UNITS[match[2]])
+        return datetime.now(UTC) - timedelta(seconds=int(match[1]) * _TIME_UNITS[match[2]])
     try:
         return datetime.fromisoformat(text.strip()).astimezone(UTC)
     except (ValueError, OverflowError):

@@ -48,7 +48,7 @@ def completing(offer: Callable[[dict[str, Any]], Iterable[str]]) -> Callable[[An
 
 def prepare(parameter: Any) -> None:
     """Set the completion of a parameter, by its metavar and name."""
-    if parameter.metavar == "CLUSTER" or (parameter.metavar == "NAME" and parameter.name in _OF_CLUSTERS):
+    if parameter.metavar == "CLUSTER" or (parameter.metavar == "NAME" and parameter.name in _CLUSTER_COMMANDS):
         parameter._custom_shell_complete = completing(cluster_names)
     elif parameter.metavar in ("NODE", "NODE|all"):
         parameter._custom_shell_complete = completing(node_names)
@@ -56,4 +56,4 @@ def prepare(parameter: Any) -> None:
         parameter._custom_shell_complete = completing(run_names)
 
 
-_OF_CLUSTERS = frozenset({"cluster", "default", "forget"})
+_CLUSTER_COMMANDS = frozenset({"cluster", "default", "forget"})

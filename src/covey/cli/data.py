@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-HERE: Final = "here"
+THIS_MACHINE: Final = "here"
 PUSHED: Final = "pushed from here"
 
 
@@ -49,8 +49,8 @@ def data(
     names = split_list(on)
     if not names:
         raise ConfigError("--on names no machine; write --on all, --on here, or --on north,south")
-    rows: list[dict[str, Any]] = _here() if names in (("all",), (HERE,)) else []
-    if names == (HERE,) or (names == ("all",) and cluster is None and not clusters.list_clusters()):
+    rows: list[dict[str, Any]] = _here() if names in (("all",), (THIS_MACHINE,)) else []
+    if names == (THIS_MACHINE,) or (names == ("all",) and cluster is None and not clusters.list_clusters()):
         if remove is not None:
             return _remove_all(remove, rows, {}, yes=yes, as_json=as_json)
         return _show(rows, as_json=as_json)
@@ -91,7 +91,7 @@ def _here() -> list[dict[str, Any]]:
     pushed = [
         {
             "name": each.name,
-            "machine": HERE,
+            "machine": THIS_MACHINE,
             "bytes": each.size,
             "bytes_there": each.size,
             "files": each.files,
@@ -102,7 +102,7 @@ def _here() -> list[dict[str, Any]]:
         }
         for each in pushed_here()
     ]
-    return pushed + [_row(HERE, each) for each in DataStore().reports()]
+    return pushed + [_row(THIS_MACHINE, each) for each in DataStore().reports()]
 
 
 def _row(machine: str, report: DataReport) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _row(machine: str, report: DataReport) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
-    rows = sorted(rows, key=lambda row: (row["name"], row["machine"] != HERE, row["machine"]))
+    rows = sorted(rows, key=lambda row: (row["name"], row["machine"] != THIS_MACHINE, row["machine"]))
     if as_json:
         return typer.echo(json.dumps(rows))
     if not rows:
@@ -159,11 +159,11 @@ def _remove_all(
     for machine in where:
         freed, problem = 0, None
         try:
-            if machine != HERE:
+            if machine != THIS_MACHINE:
                 freed = agents[machine].call("remove_data", name)
             else:
                 forget_pushed(name)
-                if any(row["state"] != PUSHED for row in meant if row["machine"] == HERE):
+                if any(row["state"] != PUSHED for row in meant if row["machine"] == THIS_MACHINE):
                     freed = DataStore().remove(name)
         except CoveyError as error:
             problem = str(error)

@@ -11,7 +11,7 @@ from covey.base.errors import ConfigError
 from covey.plan import training
 
 WHAT_IF: Final = "Without a program"
-_UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_COUNT_UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -77,4 +77,4 @@ def _number(option: str, word: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKmMgG]?)", word.strip())
     if match is None or float(match[1]) <= 0:
         raise ConfigError(f"{option} {word!r} must be a number above 0, like 3.2M")
-    return float(match[1]) * _UNITS[match[2].lower()]
+    return float(match[1]) * _COUNT_UNITS[match[2].lower()]

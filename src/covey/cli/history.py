@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-SHOWN: Final = 20
+SHOWN_RUNS: Final = 20
 """Runs that are listed without --all."""
 AFTER_SECONDS: Final = 10.0
 """How long after its end a run may still write files with its last operations."""
@@ -36,7 +36,7 @@ def history(
     run: Annotated[
         str, typer.Argument(metavar="[RUN]", help="All that is known of this run: its name, or its id.")
     ] = "",
-    everything: Annotated[bool, typer.Option("--all", help=f"List all runs, not only the last {SHOWN}.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help=f"List all runs, not only the last {SHOWN_RUNS}.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all runs.")] = False,
 ) -> None:
     """List the runs that were started on this machine, also by agents: the latest first, and how each ended.
@@ -51,7 +51,7 @@ def history(
         return typer.echo(json.dumps([as_row(each) for each in found]))
     if not found:
         return say("No run was started on this machine. `covey run` starts one, `covey demo` shows one.")
-    shown = found if everything else found[:SHOWN]
+    shown = found if everything else found[:SHOWN_RUNS]
     columns = [
         Column("RUN", [run.record.name for run in shown]),
         Column("BEGAN", [_when(run.record.began) for run in shown]),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 COLUMN_GAP: Final = 2
 """Blanks between columns."""
+NO_VALUE: Final = "-"
+"""Stands in a cell whose value is not known."""
 NARROWEST: Final = 16
 """Least width of a column that wraps, in characters."""
 

@@ -20,7 +20,7 @@ from covey.cli.terminal import say, working
 from covey.net.host.saved_runs import find_past_run, past_runs
 from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
-from covey.runtime.keeper.output import COLOURS
+from covey.runtime.keeper.output import PREFIX_COLOURS
 from covey.watch.output import LineAssembly, OutputLine, RunFollower, labelled
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ FOLLOW_EVERY: Final = 0.2
 """Seconds between looks at the files of a run that goes on."""
 FIND_SECONDS: Final = 10.0
 """How long a run of the cluster is looked for."""
-QUIET_SECONDS: Final = 3.0
+ALL_TOLD_SECONDS: Final = 3.0
 """When nothing has come from other machines for so long, all was told that was there."""
 
 
@@ -87,7 +87,7 @@ class LinePrinter:
         label = f"[{' '.join(parts)}]"
         if line.rank is None or not is_terminal or os.environ.get("NO_COLOR"):
             return f"{label} "
-        return f"\x1b[{COLOURS[line.rank % len(COLOURS)]}m{label}\x1b[0m "
+        return f"\x1b[{PREFIX_COLOURS[line.rank % len(PREFIX_COLOURS)]}m{label}\x1b[0m "
 
 
 class LineScreen:
@@ -203,7 +203,7 @@ def _show_of_all(run: str, cluster: str | None, printer: LinePrinter, *, follow:
             quiet_since = time.monotonic() if lines else quiet_since
             state = next((each.state for each in collector.newest().runs if each.id == id), "ended")
             is_over = state in ("ended", "failed")
-            if time.monotonic() - quiet_since > QUIET_SECONDS and (is_over or not follow):
+            if time.monotonic() - quiet_since > ALL_TOLD_SECONDS and (is_over or not follow):
                 return
             time.sleep(FOLLOW_EVERY)
 

@@ -16,7 +16,7 @@ from covey.cli.terminal import is_lively, plural, say
 from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, owner
 from covey.net.keys.identity import short_id
-from covey.proto.pairing import ALL_IN, ENDED, MACHINES_LIMIT
+from covey.proto.pairing import ADMITTED_LIMIT, ALL_IN, ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from covey.net.keys.clusters import Cluster
     from covey.runtime.pairing.inviter import PairedMachine, Pairing, PairingView
 
-REDRAW_SECONDS: Final = 1.0
+PAIRING_REDRAW_SECONDS: Final = 1.0
 """How often the time that is left is drawn again."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -37,7 +37,7 @@ Machines = Annotated[
     typer.Option(
         "--machines",
         min=1,
-        max=MACHINES_LIMIT,
+        max=ADMITTED_LIMIT,
         metavar="N",
         help="One code for N machines; when they are in, this ends.",
         show_default="a code for each, until Ctrl-C",
@@ -102,7 +102,7 @@ def _follow(shown: Pairing, screen: _Lines) -> None:
     view = shown.view()
     screen.show(view)
     while not view.over:
-        view = shown.next_after(view.serial, REDRAW_SECONDS) or view
+        view = shown.next_after(view.serial, PAIRING_REDRAW_SECONDS) or view
         screen.show(view)
 
 

@@ -313,14 +313,14 @@ def _saved(
     request: RunRequest, name: str, processes: int, cluster: str = "", machines: tuple[str, ...] = ()
 ) -> SavedRun | None:
     """Return what keeps the output and the end of the run on this machine; None if covey's folder cannot be used."""
-    from covey.net.host.saved_runs import WORDS_LIMIT, OutputTerms, RunSummary, SavedRun
+    from covey.net.host.saved_runs import KEPT_COMMAND_LIMIT, OutputTerms, RunSummary, SavedRun
     from covey.net.host.settings_files import effective_environment
 
     terms = OutputTerms.read({**effective_environment(), **variables_of(request.settings)})
     machine = short_host_name()
     record = RunSummary(
         name=name, cluster=cluster, machine=machine, machines=machines or (machine,),
-        program=printable(shlex.join([request.script, *(request.arguments or ())]), WORDS_LIMIT),
+        program=printable(shlex.join([request.script, *(request.arguments or ())]), KEPT_COMMAND_LIMIT),
         processes=processes, pid=os.getpid(), began=time.time(), by_agent="COVEY_BY_AGENT" in os.environ,
     )  # fmt: skip
     try:

@@ -27,7 +27,7 @@ Compression: TypeAlias = Codec | Sparsifier | LowRank | Auto
 NONE: Final = "none"
 CODEC_TEXT_LIMIT: Final = 200
 """Characters of a name with its parameters."""
-_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
+_CODEC_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 _BUILT_IN: Final = (FP16, BF16, FP8, Int8, Int4, OneBit, TopK, RandomK, Threshold, PowerSGD, Auto)
 _factories: dict[str, Callable[..., Compression]] = {kind.name: kind for kind in _BUILT_IN}
 
@@ -45,7 +45,7 @@ def register_codec(name: str, factory: Callable[..., Codec]) -> None:
     Raises:
         ConfigError: the name is taken or not valid.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _CODEC_NAME.fullmatch(name):
         raise ConfigError(f"a codec cannot be called {name!r}; use lower-case letters, digits and _, like log8")
     if name == NONE or name in _factories:
         raise ConfigError(f"there is a codec called {name} already; choose another name")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from covey.coordinator.records import CheckpointRecord, ViewRecord
     from covey.coordinator.run import CoordinatedRun, Outlook
 
-PHASES: Final = {
+PHASE_CODES: Final = {
     CheckpointPhase.PENDING: pb.Checkpoint.PENDING,
     CheckpointPhase.DONE: pb.Checkpoint.DONE,
     CheckpointPhase.ABANDONED: pb.Checkpoint.ABANDONED,
@@ -33,7 +33,7 @@ def event(now: Outlook, before: Outlook | None) -> pb.RunEvent:
         found.view.CopyFrom(view(now.view))
     if now.checkpoint is not None and (before is None or before.checkpoint != now.checkpoint):
         id, path, phase = now.checkpoint
-        found.checkpoint.CopyFrom(pb.Checkpoint(id=id, path=path, phase=PHASES[CheckpointPhase(phase)]))
+        found.checkpoint.CopyFrom(pb.Checkpoint(id=id, path=path, phase=PHASE_CODES[CheckpointPhase(phase)]))
     return found
 
 
@@ -50,7 +50,9 @@ def view(found: ViewRecord, sequence: int = 0) -> pb.View:
 
 def checkpoint(found: CheckpointRecord) -> pb.Checkpoint:
     """Return a checkpoint as a message."""
-    return pb.Checkpoint(id=found.id, path=found.path, phase=PHASES[found.phase], ended=found.ended, error=found.error)
+    return pb.Checkpoint(
+        id=found.id, path=found.path, phase=PHASE_CODES[found.phase], ended=found.ended, error=found.error
+    )
 
 
 def run_status(run: CoordinatedRun, *, now: float) -> pb.RunStatus:

@@ -8,7 +8,6 @@ certificate names that first key, with its signature over the certificate's: lis
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
 from typing import TYPE_CHECKING, Final
@@ -19,8 +18,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from covey.net.keys.identity import ID_BYTES, machine_secret, sign_as_machine
+from covey.net.keys.identity import machine_secret, sign_as_machine
 from covey.net.keys.organisation import KeyAndCertificates
+from covey.net.keys.tls import NOT_AFTER, NOT_BEFORE
+from covey.wire.formation import ID_BYTES
 from covey.wire.signed import certificate_words, is_signed
 
 if TYPE_CHECKING:
@@ -31,11 +32,9 @@ SERVER_NAME: Final = "covey-coordinator"
 PURPOSE: Final = "coordinator-ca"
 MACHINE: Final = x509.ObjectIdentifier("2.25.262894374285127904538297642873514205791")
 """The extension that names a machine: its first key, and the signature of that key over the certificate's."""
-_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+_CURVE_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """The number of points of P-256."""
 _PUBLIC: Final = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-_SINCE: Final = datetime.datetime(2000, 1, 1)
-_UNTIL: Final = datetime.datetime(9999, 12, 31)
 
 
 def derived(secret: ClusterSecret, earlier: ClusterSecret | None, role: str) -> KeyAndCertificates:
@@ -105,7 +104,7 @@ def subject_of(certificate: bytes) -> str:
 
 
 def _private(seed: bytes) -> ec.EllipticCurvePrivateKey:
-    return ec.derive_private_key(int.from_bytes(seed, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
+    return ec.derive_private_key(int.from_bytes(seed, "big") % (_CURVE_ORDER - 1) + 1, ec.SECP256R1())
 
 
 def _certificate(authority: ec.EllipticCurvePrivateKey, key: ec.EllipticCurvePublicKey | None) -> bytes:
@@ -118,8 +117,8 @@ def _certificate(authority: ec.EllipticCurvePrivateKey, key: ec.EllipticCurvePub
         .issuer_name(issuer)
         .serial_number(1 if key is None else 2)
         .public_key(authority.public_key() if key is None else key)
-        .not_valid_before(_SINCE)
-        .not_valid_after(_UNTIL)
+        .not_valid_before(NOT_BEFORE)
+        .not_valid_after(NOT_AFTER)
         .add_extension(x509.BasicConstraints(ca=key is None, path_length=0 if key is None else None), critical=True)
     )
     if key is not None:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.config import parse_seed
 from covey.base.errors import ConfigError
+from covey.base.numbers import NAME_LIMIT
+from covey.base.text import TEXT_LIMIT
 from covey.coordinator.records import Sizes, ViewRecord
 from covey.coordinator.refusal import MAX_WORKERS, Reason, RefusalError
 from covey.coordinator.run import Assignment, Registration
+from covey.wire.formation import LIFE_BYTES
 
 if TYPE_CHECKING:
     from covey.coordinator import coordinator_pb2 as pb
 
-NAME_LIMIT: Final = 100
-TEXT_LIMIT: Final = 1000
-LIFE_BYTES: Final = 16
 MOST: Final = 1 << 53
 """Numbers above this are no counts."""
 LONGEST_SETTLE: Final = 3600.0

@@ -11,7 +11,7 @@ from covey.runtime.keeper.reports import CallReport, most_telling
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-FAILURE_GRACE: Final = 3.0
+CALL_FAILURE_GRACE: Final = 3.0
 """Seconds that the other ranks have to report after the first failure: one of theirs may explain more."""
 
 
@@ -54,7 +54,7 @@ def collect(
                     continue
                 failure = RankFailedError(f"rank {rank} of {size} is lost: {ended}", rank=rank)
             failures.append(failure)
-            grace = time.monotonic() + FAILURE_GRACE
+            grace = time.monotonic() + CALL_FAILURE_GRACE
             deadline = grace if deadline is None else min(deadline, grace)
     if failures:
         raise most_telling(failures)

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
     from covey.runtime.group.group import Group
 
-SECRET_BYTES: Final = 32
+RUN_SECRET_BYTES: Final = 32
+ENGINE_START_SECONDS: Final = 120.0
+"""How long Ray or Dask may take to start one worker for each rank."""
 PORT_TRIES: Final = 64
-PORTS: Final = range(20_000, 32_000)
+RENDEZVOUS_PORTS: Final = range(20_000, 32_000)
 """Below those that systems give to programs that ask for any port, so that none takes it before rank 0 does."""
 _OF_OTHER_LAUNCHERS: Final = ("COVEY_RANK", "COVEY_RUN")
 """Variables that come before those of a seat, and would place the process in another run."""
@@ -75,7 +77,7 @@ def seat_workers(engine: str, sites: Sequence[Site]) -> list[Seat]:
     machines: dict[str, list[int]] = {}
     for position, site in enumerate(sites):
         machines.setdefault(site.machine, []).append(position)
-    run, secret, size = f"{engine}-{secrets.token_hex(4)}", secrets.token_hex(SECRET_BYTES), len(sites)
+    run, secret, size = f"{engine}-{secrets.token_hex(4)}", secrets.token_hex(RUN_SECRET_BYTES), len(sites)
     seats: dict[int, Seat] = {}
     for workers in machines.values():
         for local_rank, position in enumerate(workers):
@@ -94,7 +96,7 @@ def seat_workers(engine: str, sites: Sequence[Site]) -> list[Seat]:
 def free_pair() -> int:
     """Return a port of this machine that is free, as is the next one: torch's store and rank 0 take one each."""
     for _ in range(PORT_TRIES):
-        port = PORTS.start + secrets.randbelow(len(PORTS))
+        port = RENDEZVOUS_PORTS.start + secrets.randbelow(len(RENDEZVOUS_PORTS))
         with contextlib.suppress(OSError), socket.create_server(("", port)), socket.create_server(("", port + 1)):
             return port
     raise ConfigError("no two free ports next to each other; end what is not needed on this machine")

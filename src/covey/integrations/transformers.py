@@ -24,7 +24,7 @@ __all__ = ["CoveyCallback"]
 
 STOP: Final = "stop"
 """The id and the path of the checkpoint after which all ranks stop."""
-PAUSES: Final = Growing(0.1, 1.0)
+REQUEST_PAUSES: Final = Growing(0.1, 1.0)
 """Between requests for the last checkpoint, while another one is under way."""
 
 
@@ -70,7 +70,7 @@ class CoveyCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
     def _stop(self) -> None:
         """Request a checkpoint after which all ranks stop; again, if another one is under way."""
         with contextlib.suppress(CoveyError):  # the group has ended, and so has the training
-            tries = Backoff("the end of the checkpoint that is under way", PAUSES)  # ends with the group
+            tries = Backoff("the end of the checkpoint that is under way", REQUEST_PAUSES)  # ends with the group
             while (under_way := self.group.request_checkpoint(STOP, id=STOP)) != STOP:
                 tries.failed(f"checkpoint {under_way} is not saved on all ranks")
                 time.sleep(tries.pause)

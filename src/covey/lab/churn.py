@@ -34,7 +34,7 @@ PROGRESS_WITHIN = 40.0
 """Virtual seconds from when the network is good to when all have finished, or know that they cannot."""
 MOST_WORDS = 20_000
 """Messages about views in one play; a few hundred are usual."""
-KEEPER = "K"
+KEEPER_MARK = "K"
 
 
 class Play:
@@ -150,8 +150,8 @@ class Play:
     def _begin_keeper(self) -> None:
         assert self.keeper is not None
         life = self.chance.randbytes(16)
-        worker = Worker(KEEPER, self._core(self.first, self.keeper, life), [], self, self.chance, pause=0.0)
-        self._enter(KEEPER, self.keeper, life, worker)
+        worker = Worker(KEEPER_MARK, self._core(self.first, self.keeper, life), [], self, self.chance, pause=0.0)
+        self._enter(KEEPER_MARK, self.keeper, life, worker)
 
     def _core(self, record: Record, id: bytes, life: bytes) -> Membership:
         return Membership(

@@ -24,12 +24,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
-from covey.plan.moves import FINAL, LEFT, REDUCE, STORE, Plan, Recv, Send
+from covey.plan.moves import FINAL, LEFT_OPERAND, REDUCE, STORE, Plan, Recv, Send
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-ACTIONS: Final = frozenset({STORE} | {REDUCE | left | final for left in (0, LEFT) for final in (0, FINAL)})
+ACTIONS: Final = frozenset({STORE} | {REDUCE | left | final for left in (0, LEFT_OPERAND) for final in (0, FINAL)})
 
 
 class PlanError(ConfigError):
@@ -380,7 +380,7 @@ def _evaluate(
         payload = arriving[rank]
         if recv.action & REDUCE:
             own = memory[rank][recv.buffer][recv.start : recv.stop]
-            pairs = zip(payload, own, strict=True) if recv.action & LEFT else zip(own, payload, strict=True)
+            pairs = zip(payload, own, strict=True) if recv.action & LEFT_OPERAND else zip(own, payload, strict=True)
             try:
                 payload = [values.combined(left, right, recv.action & FINAL) for left, right in pairs]
             except ValueError as reason:

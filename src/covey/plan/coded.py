@@ -13,7 +13,7 @@ from covey.plan.fit import (
     LEAST_RATIO,
     LEAST_SAVED_SECONDS,
     MOST_FOLLOWED,
-    PLAIN,
+    PLAIN_PLAN,
     Candidate,
     Fitted,
     is_distant,
@@ -128,7 +128,7 @@ def fit_coded(network: Network, array: CodedArray, pace: CodecPace, sizes: PlanS
     `pace` is in seconds per unit. The plain ring is chosen unless another plan is clearly faster; if all links are
     equal and no two hosts are distant it is always chosen.
     """
-    found = dict.fromkeys([Candidate(PLAIN_RING, PLAIN), *_others(network)])
+    found = dict.fromkeys([Candidate(PLAIN_RING, PLAIN_PLAN), *_others(network)])
     timed = [
         Candidate(each.fitted._replace(seconds=predicted(each.fitted, network, array, pace, sizes)), each.why)
         for each in found

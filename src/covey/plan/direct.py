@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from covey.plan.moves import FINAL, LEFT, REDUCE, Plan, Recv, Send, segmented_parts, segments
+from covey.plan.moves import FINAL, LEFT_OPERAND, REDUCE, Plan, Recv, Send, segmented_parts, segments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ def exchange(rank: int, size: int, count: int) -> Plan:
     if size != 2:
         raise ValueError(f"an exchange is between two ranks, not {size}")
     peer = 1 - rank
-    action = REDUCE | FINAL | (LEFT if peer < rank else 0)
+    action = REDUCE | FINAL | (LEFT_OPERAND if peer < rank else 0)
     return Plan((Send(peer, 0, 0, count),), (Recv(peer, 0, 0, count, action, 1),))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from covey.plan.moves import FINAL, LEFT, REDUCE, Plan, Recv, Send, part
+from covey.plan.moves import FINAL, LEFT_OPERAND, REDUCE, Plan, Recv, Send, part
 
 
 @lru_cache(maxsize=256)
@@ -47,7 +47,7 @@ def halving_all_reduce(rank: int, size: int, count: int) -> Plan:
     distances = [1 << bit for bit in range(doubled.bit_length() - 1)]
     for distance in reversed(distances):
         peer = _rank_at(position ^ distance, folded)
-        action = REDUCE | (LEFT if peer < rank else 0) | (FINAL if distance == 1 else 0)
+        action = REDUCE | (LEFT_OPERAND if peer < rank else 0) | (FINAL if distance == 1 else 0)
         first, other = (at // distance * distance for at in (position, position ^ distance))
         sends += [Send(peer, 0, *parts[at], came[at]) for at in range(other, other + distance)]
         for at in range(first, first + distance):
@@ -88,7 +88,7 @@ def all_reduce(rank: int, size: int, count: int) -> Plan:
     while distance < doubled:
         other = position ^ distance
         peer = 2 * other if 2 * other < folded else other + folded // 2
-        action = REDUCE | (LEFT if peer < rank else 0) | (FINAL if 2 * distance == doubled else 0)
+        action = REDUCE | (LEFT_OPERAND if peer < rank else 0) | (FINAL if 2 * distance == doubled else 0)
         sends.append(Send(peer, 0, 0, count, len(recvs)))
         recvs.append(Recv(peer, 0, 0, count, action, len(sends)))
         distance *= 2
@@ -129,5 +129,5 @@ def _reach_back(
         if rank + distance < size:
             sends.append(Send(rank + distance, buffer, 0, count, len(recvs)))
         if rank - distance >= first:
-            recvs.append(Recv(rank - distance, buffer, 0, count, REDUCE | LEFT, len(sends)))
+            recvs.append(Recv(rank - distance, buffer, 0, count, REDUCE | LEFT_OPERAND, len(sends)))
         distance *= 2

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from covey.plan.moves import Plan
     from covey.plan.network import Network
 
-PLAIN: Final = "for equal links"
+PLAIN_PLAN: Final = "for equal links"
 """What the plan is called that `choose.all_reduce` returns."""
 LEAST_RATIO: Final = 1.05
 """How many times as fast as the plain plan another must be predicted to be: predictions have errors, and a change of
@@ -33,7 +33,7 @@ time does not depend on how much lanes buffer."""
 TREE_PIECE_BYTES: Final = 64 << 10
 """A transfer of plans along trees, and the least of a ring with unequal parts: few enough for the buffers of a lane, so
 that a rank that sends to a slow one goes on with the next, and the filling of the pipeline is short."""
-PIECES: Final = 32
+LONGEST_PART_PIECES: Final = 32
 """The longest part of a ring with unequal parts is cut into so many for each slot, if it is large enough: what fills
 the pipeline grows with the slots that a piece passes through."""
 MOST_FOLLOWED: Final = 16
@@ -160,7 +160,7 @@ def _is_along_trees(fitted: Fitted) -> bool:
 def ring_piece(nbytes: int, weights: Sequence[int], sizes: PlanSizes) -> int:
     """Return the bytes of a transfer of a ring with unequal parts."""
     longest = nbytes * max(weights) // sum(weights)
-    return min(sizes.segment_bytes, max(TREE_PIECE_BYTES, longest // (PIECES * len(weights))))
+    return min(sizes.segment_bytes, max(TREE_PIECE_BYTES, longest // (LONGEST_PART_PIECES * len(weights))))
 
 
 def estimated(fitted: Fitted, network: Network, nbytes: int, sizes: PlanSizes) -> float:
@@ -183,7 +183,7 @@ def _plain(network: Network, nbytes: int, sizes: PlanSizes) -> Candidate:
     size = len(network.hosts)
     is_one_host = len(set(network.hosts)) == 1
     algorithm = choose.all_reduce_algorithm(size, nbytes, "ring" if is_one_host else "stream", sizes)
-    return Candidate(Fitted(algorithm, (), (), (tuple(range(size)),) if is_one_host else (), 0.0), PLAIN)
+    return Candidate(Fitted(algorithm, (), (), (tuple(range(size)),) if is_one_host else (), 0.0), PLAIN_PLAN)
 
 
 def _others(network: Network) -> list[Candidate]:

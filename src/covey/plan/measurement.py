@@ -6,9 +6,10 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+from covey.base.numbers import FASTEST, SLOWEST
 from covey.plan.moves import Plan, Recv, Send
 
-PIECES: Final = 32
+MEASURED_PIECES: Final = 32
 """Into which a transfer is cut, so that its receiver can see how it goes on."""
 SKIPPED: Final = 3
 """Pieces that are not timed at the beginning: ranks do not begin at the same moment, and a connection has to find its
@@ -38,8 +39,6 @@ LEAST_PART_SECONDS: Final = 0.02
 """What an operation may be held up in any case, so that a few ranks of a fast network can finish a pass."""
 MOST_ROUNDS: Final = 15
 """Among up to 16 ranks all pairs are measured. Among more, some: every pair has a lane of its own."""
-SLOWEST, FASTEST = 1e3, 1e12
-"""Bytes per second. What a rank says beyond these is taken for them."""
 
 
 @lru_cache(maxsize=512)
@@ -172,7 +171,7 @@ class LinkMeasurement:
         rate = self._rate
         if self._passes:
             rate = min(self._passes[-1][source][target], RISE * rate)
-        return max(LEAST_PIECE, min(MOST_PIECE, int(rate * self._round) // PIECES))
+        return max(LEAST_PIECE, min(MOST_PIECE, int(rate * self._round) // MEASURED_PIECES))
 
     def take(self, speeds: Speeds) -> bool:
         """Take what all ranks have found in a pass; return False if it is not speeds, which ends the measurement."""

@@ -21,7 +21,7 @@ STORE: Final = 0
 """Overwrite the range with what arrives."""
 REDUCE: Final = 1
 """Combine the range with what arrives."""
-LEFT: Final = 2
+LEFT_OPERAND: Final = 2
 """With REDUCE: what arrives is the left operand, since it comes from lower ranks."""
 FINAL: Final = 4
 """With REDUCE: this is the last contribution to the range, so a mean is divided now."""

@@ -22,7 +22,7 @@ as the forward pass."""
 FRAGMENTS: Final = 4
 PERIODS: Final = (4, 6, 8, 12, 16, 20, 24, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256, 320, 400, 512)
 """The periods of DiLoCo that are considered."""
-DRIFT: Final = 0.012
+DILOCO_DRIFT: Final = 0.012
 """How many more samples DiLoCo needs for the same loss with two members and a period of one step ..."""
 DRIFT_GROWTH: Final = 0.6
 """... and the power of the period with which that grows: fitted to the search of docs/guides/training-together.md."""
@@ -140,7 +140,7 @@ def diloco(
 
 def worth_of(every: int, members: int) -> float:
     """Return the part of the samples that counts with this period."""
-    return 1 / (1 + DRIFT * (members - 1) * math.pow(every, DRIFT_GROWTH)) if members > 1 else 1.0
+    return 1 / (1 + DILOCO_DRIFT * (members - 1) * math.pow(every, DRIFT_GROWTH)) if members > 1 else 1.0
 
 
 def ways(members: Sequence[Learner], nbytes: float, line: SlowestLine) -> list[TrainingWay]:

@@ -16,7 +16,7 @@ from covey.plan.moves import FINAL, REDUCE, STORE, Plan, Recv, Send, divided, pi
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-ROOT: Final = -1
+ROOT_PARENT: Final = -1
 MOST_IN_STAR: Final = 16
 """Parts of a group up to which each sends to the owner directly. More of them form a chain that ends at the owner: it
 needs two lanes a rank instead of one to every other."""
@@ -59,7 +59,7 @@ class Cell(NamedTuple):
     start: int
     stop: int
     parents: tuple[int, ...]
-    """By rank; ROOT for the owner, which finishes the range."""
+    """By rank; ROOT_PARENT for the owner, which finishes the range."""
 
 
 class _Hop(NamedTuple):
@@ -93,7 +93,7 @@ def all_reduce(rank: int, size: int, cells: Sequence[Cell], segment: int) -> Pla
     )
     contributions: dict[tuple[int, int], int] = {}  # to each piece that this rank owns
     for hop in hops:
-        if hop.target == rank and cells[hop.cell].parents[rank] == ROOT:
+        if hop.target == rank and cells[hop.cell].parents[rank] == ROOT_PARENT:
             piece = hop.cell, hop.piece
             contributions[piece] = contributions.get(piece, 0) + 1
     sends: list[Send] = []
@@ -119,7 +119,7 @@ def _hops(rank: int, size: int, index: int, cell: Cell, times: list[int]) -> Ite
     parent = cell.parents[rank]
     heights = _heights(cell.parents)
     last = 2 * max(heights) - 1
-    edges = [] if parent == ROOT else [(rank, parent)]
+    edges = [] if parent == ROOT_PARENT else [(rank, parent)]
     edges += [(child, rank) for child, above in enumerate(cell.parents) if above == rank]
     for child, above in edges:
         # A rank sends as soon as all below it have sent: the same levels of all trees meet in the same step.
@@ -134,12 +134,12 @@ def _heights(parents: tuple[int, ...]) -> list[int]:
     """Return how long the longest way up to each rank is."""
     heights, waiting = [0] * len(parents), [0] * len(parents)
     for parent in parents:
-        if parent != ROOT:
+        if parent != ROOT_PARENT:
             waiting[parent] += 1
     ready = [rank for rank, children in enumerate(waiting) if not children]
     for rank in ready:
         parent = parents[rank]
-        if parent != ROOT:
+        if parent != ROOT_PARENT:
             heights[parent] = max(heights[parent], heights[rank] + 1)
             waiting[parent] -= 1
             if not waiting[parent]:
@@ -152,7 +152,7 @@ def cells(size: int, groups: Groups, shares: tuple[int, ...], count: int) -> tup
     """Return the cells of an all-reduce of `count` elements among `size` slots; no `shares` are equal ones."""
     weights = shares or (1,) * size
     return tuple(
-        Cell(own.start, own.stop, tuple(own.parents.get(slot, ROOT) for slot in range(size)))
+        Cell(own.start, own.stop, tuple(own.parents.get(slot, ROOT_PARENT) for slot in range(size)))
         for own in _owned(_nested(tuple(range(size)), groups), weights, 0, count)
     )
 

@@ -85,8 +85,8 @@ class Matcher:
             ConfigError: there is no such rank or tag.
         """
         _check(peer, tag, self.size, may_be_any=False)
-        if len(shape) > wire.MAX_NDIM:
-            raise ConfigError(f"an array of {len(shape)} dimensions; covey sends up to {wire.MAX_NDIM}")
+        if len(shape) > wire.MAX_MESSAGE_NDIM:
+            raise ConfigError(f"an array of {len(shape)} dimensions; covey sends up to {wire.MAX_MESSAGE_NDIM}")
         send = MessageSend(view, peer, tag, dtype_code, shape, is_object)
         if peer == self.rank:
             self._send_to_self(send)

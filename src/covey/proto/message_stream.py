@@ -24,7 +24,7 @@ PAYLOAD_PIECE_BYTES: Final = 1024 * 1024
 SHORT_PIECE_BYTES: Final = 128 * 1024
 """The size of pieces while something more urgent moves elsewhere: to encrypt one holds up all threads."""
 
-_AHEAD_BYTES: Final = 4096
+_PIECE_AHEAD_BYTES: Final = 4096
 """How much is read past the end of a piece: enough for the next headers, little enough to copy."""
 _GATHER: Final = 64
 """Buffers offered to one send call."""
@@ -67,7 +67,7 @@ class Inlet:
         self._resume_frame = memoryview(bytearray(wire.FIXED_BYTES))
         self._resume_bytes = 0
         """`resume_frame[:resume_bytes]` is the start of the first frame, which is not part of the stream."""
-        self._scratch = memoryview(bytearray(eager_bytes + _AHEAD_BYTES))
+        self._scratch = memoryview(bytearray(eager_bytes + _PIECE_AHEAD_BYTES))
         self._stop = 0
         """`scratch[:stop]` is the start of a header. While a payload lands it is 0."""
         self._landing: Landing | None = None
@@ -99,7 +99,7 @@ class Inlet:
         if self._landing is None:
             return [self._scratch[self._stop :]]
         filled, left = self._landing.filled, self._left
-        ahead = self._scratch if left <= self._eager_bytes else self._scratch[:_AHEAD_BYTES]
+        ahead = self._scratch if left <= self._eager_bytes else self._scratch[:_PIECE_AHEAD_BYTES]
         return [self._landing.target[filled : filled + left], ahead]
 
     def advance(self, count: int) -> None:

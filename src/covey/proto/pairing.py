@@ -5,7 +5,7 @@ numbers that the owner of the inviter chooses. Time is that of a clock that also
 
 Invariants of the inviter:
 - Nothing secret is sent on a connection before its other end has proved the code and the key of its machine.
-- At most one attempt is under way, and one that does not go on ends within ATTEMPT_SECONDS.
+- At most one attempt is under way, and one that does not go on ends within CODE_ATTEMPT_SECONDS.
 - A code is tried wrongly at most TRIES_FOR_CODE times; then it is another one. After FAILED_TRIES in all it is over.
 - A code that has let in as many machines as it is for, that is too old, or that was replaced, lets none in.
 - After a failed try, the next attempt waits: a second at first, and longer each time.
@@ -59,13 +59,13 @@ RESTS: Final = Growing(1.0, 8.0)
 """Pauses after failed tries."""
 GUEST_SECONDS: Final = 5.0
 """How long a connection may take to say what it wants."""
-ATTEMPT_SECONDS: Final = 5.0
+CODE_ATTEMPT_SECONDS: Final = 5.0
 """How long an attempt may take until the code is proved."""
 KEEPING_SECONDS: Final = 20.0
 """How long both machines may take to store what they have to."""
 CONNECTIONS_LIMIT: Final = 16
 CONNECTIONS_OF_SOURCE: Final = 4
-MACHINES_LIMIT: Final = 1000
+ADMITTED_LIMIT: Final = 1000
 """Machines that one code may let in."""
 ALL_IN: Final = "all machines are in"
 ENDED: Final = "it was ended"
@@ -73,7 +73,7 @@ TOO_LONG: Final = "no machine has joined for half an hour"
 TOO_OLD: Final = "was too old"
 TRIED: Final = "was tried wrongly three times"
 """Why a code is replaced by another one."""
-TOO_MANY: Final = f"{FAILED_TRIES} wrong codes were tried: someone on this network guesses"
+TOO_MANY_CODES: Final = f"{FAILED_TRIES} wrong codes were tried: someone on this network guesses"
 
 
 class PairingMachine(NamedTuple):
@@ -304,7 +304,7 @@ class PairingInviter:
         exchange = exchange_for(self._code, hello, request.nonce, request.machine, self._random)
         keys = PairingKeys(exchange, caller.hello, body, exchange.share, is_inviter=True)
         machine = PairingMachine(request.machine, request.name, request.release, caller.source)
-        self._attempt = _Attempt(connection, machine, keys, now + ATTEMPT_SECONDS)
+        self._attempt = _Attempt(connection, machine, keys, now + CODE_ATTEMPT_SECONDS)
         self._effects.append(SendPairing(connection, encode_pairing(PairingShare(exchange.share))))
 
     def _check(self, connection: int, caller: _Caller, proof: PairingProof, now: float) -> None:
@@ -340,7 +340,7 @@ class PairingInviter:
         self._refuse(connection, "wrong-code", tries_left=max(0, TRIES_FOR_CODE - self._failed))
         self._effects.append(PairingChanged())
         if self._failed_in_all >= FAILED_TRIES:
-            self._finish(TOO_MANY)
+            self._finish(TOO_MANY_CODES)
         elif self._failed >= TRIES_FOR_CODE:
             self._renew(now, TRIED)
 

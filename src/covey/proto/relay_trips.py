@@ -22,7 +22,7 @@ CLEARLY_SHORTER: Final = 0.8
 """The round trip through another relay is clearly shorter if it is at most this share of the one in use..."""
 CLEARLY_SHORTER_SECONDS: Final = 0.001
 """... and if the difference is at least this: below, it is the work of schedulers rather than of networks."""
-PEERS_LIMIT: Final = 4096
+TRIPS_LIMIT: Final = 4096
 """Nodes whose round trips are kept; those of the oldest are forgotten."""
 
 
@@ -67,7 +67,7 @@ class ToldTrips:
         """Note what the node with this token says."""
         self._told.pop(token, None)
         self._told[token] = {each.relay: each.seconds for each in trips}
-        while len(self._told) > PEERS_LIMIT:
+        while len(self._told) > TRIPS_LIMIT:
             del self._told[next(iter(self._told))]
 
     def forget(self, token: bytes) -> None:

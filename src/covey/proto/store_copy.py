@@ -16,7 +16,9 @@ STORES_LIMIT: Final = 8
 """Stores at a time; one more drops the oldest."""
 UNACKNOWLEDGED_LIMIT: Final = 4096
 """Answers that one asker has not acknowledged."""
-TOO_MANY: Final = "too many questions of this process wait for their answers; ask from fewer threads at a time"
+TOO_MANY_QUESTIONS: Final = (
+    "too many questions of this process wait for their answers; ask from fewer threads at a time"
+)
 LOAD_BYTES: Final = 1 << 18
 """Of one part of a copy."""
 
@@ -57,7 +59,7 @@ class StoreCopy:
                 replies = [(store, asker, number, wire.Done())]
             case _ if len(self.answers.get(asker, ())) >= UNACKNOWLEDGED_LIMIT:
                 # It is not kept, and was not performed: the number is as if it were never asked.
-                return [(store, asker, number, wire.Refused(TOO_MANY))]
+                return [(store, asker, number, wire.Refused(TOO_MANY_QUESTIONS))]
             case _:
                 replies = self._ask(store, asker, number, change)
         for _, of, at, given in replies:

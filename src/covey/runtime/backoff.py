@@ -1,8 +1,8 @@
 """The one way to try again: growing pauses that a cause can cut short, an end, and lines that say what is waited for.
 
 A `Backoff` belongs to one loop over tries of one thing. It does not try by itself: the loop says how each try ended,
-and rests between two of them. After `TELL_SECONDS` without success it writes a line with what is waited for and why the
-last try failed, also while a try is still under way. The clock is an argument, so that a test can move it.
+and rests between two of them. After `TELL_FAILURE_SECONDS` without success it writes a line with what is waited for and
+why the last try failed, also while a try is still under way. The clock is an argument, so that a test can move it.
 
 `LimitedLog` bounds the lines that other machines can cause.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-TELL_SECONDS: Final = 5.0
+TELL_FAILURE_SECONDS: Final = 5.0
 """How long a thing may fail before a line says so."""
 TELL_AGAIN_SECONDS: Final = 60.0
 """Seconds between two such lines."""
@@ -111,7 +111,7 @@ class Backoff:
     def tell(self) -> None:
         """Write a line if the tries have failed for a while, and none was written lately."""
         now = self._clock()
-        if self.waited >= TELL_SECONDS and now >= self._told_at + TELL_AGAIN_SECONDS:
+        if self.waited >= TELL_FAILURE_SECONDS and now >= self._told_at + TELL_AGAIN_SECONDS:
             self._told_at = now
             logger.log(self._level, "%s", self.story)
 
@@ -122,7 +122,7 @@ class Backoff:
 
         self.begin()
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(TELL_SECONDS - self.waited + 0.01, self.tell)
+        timer = loop.call_later(TELL_FAILURE_SECONDS - self.waited + 0.01, self.tell)
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from covey.wire.reports import CheckResult
 
-CHECK_SECONDS: Final = 2.0
+READINESS_CHECK_SECONDS: Final = 2.0
 """How long a check may take."""
 CHECKS_LIMIT: Final = 32
 """Checks that a program may add."""
@@ -50,7 +50,7 @@ class Check:
         if running is not None:
             running.join(max(0.0, until - time.monotonic()))
             if running.is_alive():
-                return f"it has not returned within {CHECK_SECONDS:g} s"
+                return f"it has not returned within {READINESS_CHECK_SECONDS:g} s"
         return self._reason
 
     def _run(self) -> None:
@@ -114,7 +114,7 @@ def _results(checks: list[Check]) -> list[CheckResult]:
 
     for check in checks:
         check.start()
-    until = time.monotonic() + CHECK_SECONDS
+    until = time.monotonic() + READINESS_CHECK_SECONDS
     reasons = [(check.name, check.reason(until)) for check in checks]
     return [CheckResult(name, reason is None, printable(reason or "")) for name, reason in reasons]
 
@@ -142,7 +142,7 @@ def _is_responsive() -> str | None:
     """Return why the control loop does not work, if it does not."""
     turned = threading.Event()
     control.soon(turned.set)
-    return None if turned.wait(CHECK_SECONDS) else "the control loop does not answer"
+    return None if turned.wait(READINESS_CHECK_SECONDS) else "the control loop does not answer"
 
 
 READY: Final[list[Check]] = [OwnCheck("joined", _is_joined)]

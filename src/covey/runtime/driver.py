@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from covey.proto.core import TimedCore
 
-LEAST_PAUSE: Final = 0.001
+LEAST_TICK_SECONDS: Final = 0.001
 """Seconds to the next tick at least, so that a deadline in the past leaves time for messages."""
 
 EffectT = TypeVar("EffectT")
@@ -100,7 +100,7 @@ class CoreDriver(Generic[EffectT]):
             self._timer = None
         at = self._core.next_deadline() if self._is_ticking else math.inf
         if at != math.inf:
-            pause = max(LEAST_PAUSE, at - self._clock())
+            pause = max(LEAST_TICK_SECONDS, at - self._clock())
             self._timer = asyncio.get_running_loop().call_later(pause, self._tick)
 
     def _tick(self) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from covey.net.keys.clusters import Cluster
 
-JOIN_SECONDS: Final = 300.0
+LAUNCH_JOIN_SECONDS: Final = 300.0
 """How long `join` waits for the other ranks of a launcher by default: they may be loading large libraries."""
 CLUSTER_JOIN_SECONDS: Final[float] = SETTINGS["join_timeout"].default
 DEFAULT_MIN_SIZE: Final = int(SETTINGS["run_min_size"].default)
@@ -195,7 +195,7 @@ def restarts(env: Mapping[str, str]) -> int:
 
 def launcher_wait(env: Mapping[str, str], timeout: float | None) -> float:
     """Return how long to wait for the other ranks of a launcher; `timeout` is what the program said, if anything."""
-    return check_timeout(timeout if timeout is not None else _seconds(env, "COVEY_JOIN_TIMEOUT", JOIN_SECONDS))
+    return check_timeout(timeout if timeout is not None else _seconds(env, "COVEY_JOIN_TIMEOUT", LAUNCH_JOIN_SECONDS))
 
 
 def is_loopback(host: str) -> bool:

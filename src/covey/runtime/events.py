@@ -44,7 +44,7 @@ FOUNDED: Final = ("joined", "generation", "restored")
 """Events with which a generation begins."""
 VIEWS: Final = ("lost", "left", "view")
 """Events that are views."""
-KINDS: Final = (
+EVENT_KINDS: Final = (
     *VIEWS,
     *FOUNDED,
     "suspected",
@@ -167,7 +167,7 @@ class Events:
             self._events.extendleft(reversed(kept))
             self._count += len(kept)
 
-    def listen(self, listener: Callable[[Event], None], kinds: Collection[str] = KINDS) -> None:
+    def listen(self, listener: Callable[[Event], None], kinds: Collection[str] = EVENT_KINDS) -> None:
         """Call `listener(event)` for every event of these kinds from now on, on a thread for listeners.
 
         Its exceptions are logged.
@@ -307,9 +307,9 @@ def _append(path: str, text: str) -> None:
 
 def encode_last(events: Events) -> bytes:
     """Return the last events that this process knows, earlier ones included. On any thread."""
-    from covey.wire.reports import EVENTS_LIMIT, PastEvent, encode_past  # most runs have no newcomers
+    from covey.wire.reports import REPORTED_EVENTS_LIMIT, PastEvent, encode_past  # most runs have no newcomers
 
-    last = events.all()[-EVENTS_LIMIT:]
+    last = events.all()[-REPORTED_EVENTS_LIMIT:]
     return encode_past(
         [
             PastEvent(
@@ -340,10 +340,10 @@ def decode_last(body: bytes) -> list[Event]:
 def check_kinds(kinds: Collection[str]) -> None:
     """Raise ConfigError for a kind of event that does not exist."""
     for kind in (kinds,) if isinstance(kinds, str) else kinds:
-        if kind not in KINDS or isinstance(kinds, str):
-            near = difflib.get_close_matches(kind, KINDS, 1)
+        if kind not in EVENT_KINDS or isinstance(kinds, str):
+            near = difflib.get_close_matches(kind, EVENT_KINDS, 1)
             hint = f"; did you mean {near[0]!r}?" if near and near[0] != kind else ""
-            raise ConfigError(f"kinds={kinds!r} must be a list of kinds of events, of {', '.join(KINDS)}{hint}")
+            raise ConfigError(f"kinds={kinds!r} must be a list of kinds of events, of {', '.join(EVENT_KINDS)}{hint}")
 
 
 async def follow(events: Events, kinds: frozenset[str]) -> AsyncIterator[Event]:

@@ -19,7 +19,7 @@ from covey.base.errors import (
 from covey.base.numbers import NO_RANK, REASON_LIMIT, Rank
 from covey.base.text import printable
 
-_PLAIN: Final[dict[str, type[CoveyError]]] = {
+_ERRORS_OF_TEXT: Final[dict[str, type[CoveyError]]] = {
     kind.__name__: kind for kind in (ClosedError, GroupChangedError, MismatchError, RemoteProtocolError, SplitRunError)
 }
 
@@ -39,8 +39,8 @@ class Fault(NamedTuple):
             return DeadlineError(self.text, late=self.ranks)
         if self.kind == "QuorumLostError":
             return QuorumLostError(self.text, missing=self.ranks)
-        if self.kind in _PLAIN:
-            return _PLAIN[self.kind](self.text)
+        if self.kind in _ERRORS_OF_TEXT:
+            return _ERRORS_OF_TEXT[self.kind](self.text)
         text = f"{self.text} (noticed by rank {rank} in {operation}, operation {sequence} of group {group!r})"
         return PeerLostError(text, rank=self.culprit, host=host, operation=operation, sequence=sequence)
 

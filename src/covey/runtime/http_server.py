@@ -33,13 +33,13 @@ logger = logging.getLogger("covey")
 LOOPBACK: Final = "127.0.0.1"
 CONNECTIONS: Final = 8
 """Connections that are handled at a time, each on a thread; the threads end with them."""
-STREAMS: Final = 8
+HTTP_STREAMS: Final = 8
 """Streams that are sent at a time, besides those connections."""
-BACKLOG: Final = 64
+HTTP_BACKLOG: Final = 64
 HEAD_LIMIT_BYTES: Final = 8192
 """Of a request line and its headers."""
-PIECE_BYTES: Final = 4096
-REQUEST_SECONDS: Final = 5.0
+HTTP_PIECE_BYTES: Final = 4096
+HTTP_REQUEST_SECONDS: Final = 5.0
 """How long a client may take for its request."""
 FIRST_BYTES_SECONDS: Final = 0.25
 """How long no connection is ended for a newer one: the request of a browser that opens several may be on its way."""
@@ -159,7 +159,7 @@ class HttpServer:
         try:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._listener.bind((host, port))
-            self._listener.listen(BACKLOG)
+            self._listener.listen(HTTP_BACKLOG)
         except (OSError, OverflowError) as error:
             self._listener.close()
             why = getattr(error, "strerror", None) or error
@@ -168,7 +168,7 @@ class HttpServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         """Without a path: `url + "/readyz"` is the address of a page."""
         self._slots = threading.Semaphore(CONNECTIONS)
-        self._stream_slots = threading.Semaphore(STREAMS)
+        self._stream_slots = threading.Semaphore(HTTP_STREAMS)
         self._closed = threading.Event()
         self._handlers: set[threading.Thread] = set()
         self._changing = threading.Lock()
@@ -307,7 +307,7 @@ def _read_request(
     Raises:
         TimeoutError: it is late.
     """
-    until = time.monotonic() + REQUEST_SECONDS
+    until = time.monotonic() + HTTP_REQUEST_SECONDS
     head, body = None, b""
     try:
         while True:
@@ -317,7 +317,7 @@ def _read_request(
                 if left <= 0:
                     raise TimeoutError
                 connection.settimeout(left)
-                http.receive_data(connection.recv(PIECE_BYTES))
+                http.receive_data(connection.recv(HTTP_PIECE_BYTES))
             elif isinstance(event, h11.Request):
                 head = event
             elif isinstance(event, h11.Data):
@@ -359,7 +359,7 @@ def _let_finish(connection: socket.socket) -> None:
     until, left = time.monotonic() + UNREAD_REST_SECONDS, UNREAD_REST_BYTES
     while left > 0 and (seconds := until - time.monotonic()) > 0:
         connection.settimeout(seconds)
-        piece = connection.recv(PIECE_BYTES)
+        piece = connection.recv(HTTP_PIECE_BYTES)
         if not piece:
             return
         left -= len(piece)

@@ -25,11 +25,11 @@ from covey.base.settings import SETTINGS
 from covey.base.text import printable
 from covey.net.host.run_notes import KEPT_FOLDER
 
-READY_SECONDS: Final = 20.0
+OUTPUT_READY_SECONDS: Final = 20.0
 """How long the process may take to begin."""
 PASS_ON_SECONDS: Final = 2.0
 """How long it may take to pass on the rest when the program ends; a child of the program may hold its pipes open."""
-READ_BYTES: Final = 64 << 10
+OUTPUT_READ_BYTES: Final = 64 << 10
 _kept: OwnOutput | None = None
 
 
@@ -59,7 +59,7 @@ class OwnOutput:
             )
         self._control = ours
         try:
-            ours.settimeout(READY_SECONDS)
+            ours.settimeout(OUTPUT_READY_SECONDS)
             ours.sendall(json.dumps(about).encode() + b"\n")
             answer = json.loads(ours.makefile("rb").readline() or b"{}")
         except (OSError, ValueError) as error:
@@ -110,7 +110,7 @@ def keep_own_output(name: str, cluster: str) -> OwnOutput | None:
 def main(reads: list[int], control: socket.socket) -> None:
     """Pass on and keep what the program prints, until it closes its ends."""
     from covey.net.host.machine import short_host_name
-    from covey.net.host.saved_runs import WORDS_LIMIT, OutputTerms, RunSummary, SavedRun
+    from covey.net.host.saved_runs import KEPT_COMMAND_LIMIT, OutputTerms, RunSummary, SavedRun
     from covey.net.host.settings_files import effective_environment
 
     orders = control.makefile("rb")
@@ -118,7 +118,7 @@ def main(reads: list[int], control: socket.socket) -> None:
     machine = short_host_name()
     record = RunSummary(
         name=about["name"], cluster=about["cluster"], machine=machine, machines=(machine,), processes=1,
-        program=printable(" ".join(about["words"]), WORDS_LIMIT), pid=about["pid"], began=time.time(),
+        program=printable(" ".join(about["words"]), KEPT_COMMAND_LIMIT), pid=about["pid"], began=time.time(),
     )  # fmt: skip
     try:
         terms = OutputTerms.read(effective_environment())
@@ -137,7 +137,7 @@ def main(reads: list[int], control: socket.socket) -> None:
             for key, _ in sorted(
                 waiting.select(), key=lambda event: event[0].data
             ):  # the rank was told before the rest
-                data = os.read(key.fd, READ_BYTES)
+                data = os.read(key.fd, OUTPUT_READ_BYTES)
                 if not data:
                     waiting.unregister(key.fileobj)
                 elif key.data:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from covey.base.config import Seed
 
-NAMES = ("rank", "address", "peers")
+PLACING_NAMES = ("rank", "address", "peers")
 """The arguments that place a process; `size` goes with them."""
-_OF_CLUSTERS = ("run", "min_size", "max_size", "tie_breaker", "new")
+_CLUSTER_ARGUMENTS = ("run", "min_size", "max_size", "tie_breaker", "new")
 
 
 def find_placed_rank(asked: Mapping[str, Any]) -> LaunchedRank | None:
@@ -27,12 +27,12 @@ def find_placed_rank(asked: Mapping[str, Any]) -> LaunchedRank | None:
         ConfigError: they contradict themselves, or say too little.
     """
     given = {name: value for name, value in asked.items() if value is not None}
-    if not given.keys() & {*NAMES}:
+    if not given.keys() & {*PLACING_NAMES}:
         return None
-    if wrong := given.keys() & {*_OF_CLUSTERS}:
+    if wrong := given.keys() & {*_CLUSTER_ARGUMENTS}:
         raise ConfigError(
             f"{min(wrong)}= is for runs of a cluster, whose nodes agree on their ranks; leave it out, or leave out "
-            f"{min(given.keys() & {*NAMES})}="
+            f"{min(given.keys() & {*PLACING_NAMES})}="
         )
     if "peers" in given:
         if "address" in given:

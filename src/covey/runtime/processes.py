@@ -27,10 +27,10 @@ from covey.base.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-READ_BYTES: Final = 64 << 10
+PIPE_READ_BYTES: Final = 64 << 10
 DRAIN_READS: Final = 64
 """Reads that empty a pipe. A descendant that escaped may hold it open, and write to it for ever."""
-TAIL_BYTES: Final = 4000
+CHILD_TAIL_BYTES: Final = 4000
 """How much of the end of a process's output an `OutputTail` keeps."""
 ASKING: Final = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
 """Signals that ask a process to end."""
@@ -214,7 +214,7 @@ class Children:
         return printed
 
     def _read(self, child: Child, target: int) -> ChildOutput:
-        data = os.read(child.pipes[target].fileno(), READ_BYTES)
+        data = os.read(child.pipes[target].fileno(), PIPE_READ_BYTES)
         if not data:
             self._selector.unregister(child.pipes.pop(target))
         return ChildOutput(child, target, data)
@@ -363,7 +363,7 @@ class OutputTail:
 
     def add(self, data: bytes) -> None:
         """Append output."""
-        self._data = (self._data + data)[-TAIL_BYTES:]
+        self._data = (self._data + data)[-CHILD_TAIL_BYTES:]
 
     def quote(self) -> str:
         """Return the text to put behind an error message; "" if nothing was written."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PROGRESS_SECONDS: Final = 1.0
 """A call that takes longer shows a bar."""
-REDRAW_SECONDS: Final = 0.1
+BAR_REDRAW_SECONDS: Final = 0.1
 """How often a bar in a notebook changes."""
 
 
@@ -76,7 +76,7 @@ class ProgressBar:
             if not self._is_wanted or now < self._show_at:
                 return
             if is_notebook():
-                if now - self._drawn_at >= REDRAW_SECONDS:
+                if now - self._drawn_at >= BAR_REDRAW_SECONDS:
                     self._drawn_at = now
                     self._draw_in_cell()
             else:

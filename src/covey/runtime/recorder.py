@@ -26,6 +26,8 @@ FIRST_BITS: Final = 10
 MOST_PEERS: Final = 64
 """Ranks above this are counted, but not named in the record of an operation."""
 RUNNING, RETURNED, FAILED = range(3)
+OUTCOMES: Final = ("running", "returned", "failed")
+"""By the numbers above: how outcomes are called in traces and spans."""
 if sys.platform == "linux":
     clock_ns = time.monotonic_ns
 else:  # where Python's monotonic clock may stop during sleep, and the one that the extension reads does not

@@ -36,10 +36,10 @@ EVALUATE_EVERY: Final = 1.0
 """How often functions are evaluated, and files written."""
 REPORTS_IDLE_SECONDS: Final = 10.0
 """The thread ends after so long without a report."""
-CLOSE_SECONDS: Final = 2.0
+REPORTS_CLOSE_SECONDS: Final = 2.0
 FRESH_LIMIT: Final = 65536
 """Reports that wait for the thread, and rows that wait to be written: more than a program makes in a second."""
-STEP_LIMIT: Final = 1 << 62
+REPORT_STEP_LIMIT: Final = 1 << 62
 
 
 class ReportSink(Protocol):
@@ -272,7 +272,7 @@ class ReportLog:
             thread = self._thread
         self._wake.set()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(CLOSE_SECONDS)  # a function of the program may not return
+            thread.join(REPORTS_CLOSE_SECONDS)  # a function of the program may not return
         if is_first and (thread is None or not thread.is_alive()):
             self._tend(is_last=True)
             for sink in self._sinks:
@@ -317,7 +317,7 @@ def _told(row: _OpenRow, values: dict[str, float], wall: int) -> ReportRow:
         lasted = max(0, row.at_ns - row.before_ns)
         in_operations = min(lasted, max(0, row.spent_ns - row.before_spent_ns))
         compute, sync = (lasted - in_operations) / 1e9, in_operations / 1e9
-    step = None if row.step is None else max(-STEP_LIMIT, min(row.step, STEP_LIMIT - 1))
+    step = None if row.step is None else max(-REPORT_STEP_LIMIT, min(row.step, REPORT_STEP_LIMIT - 1))
     from covey.wire import progress  # loads all messages, which takes long
 
     return progress.ReportRow((row.at_ns + wall) / 1e9, step, values, compute, sync)

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 IPV4: Final = b"\x08\x00"
 IPV6: Final = b"\x86\xdd"
 _ETHERNET: Final = 14
-_TCP, _UDP, _ICMP6 = 6, 17, 58
+_TCP_PROTOCOL, _UDP, _ICMP6 = 6, 17, 58
 _NEIGHBOUR_DISCOVERY: Final = range(133, 138)
 _FIN, _SYN, _RST, _ACK = 0x01, 0x02, 0x04, 0x10
 
@@ -52,7 +52,7 @@ def is_stoppable_multicast(frame: bytes) -> bool:
 def is_dial(frame: bytes) -> bool:
     """Tell whether this frame opens a TCP connection: SYN without ACK."""
     protocol, at, _ = _transport(frame)
-    return protocol == _TCP and len(frame) > at + 13 and frame[at + 13] & (_SYN | _ACK) == _SYN
+    return protocol == _TCP_PROTOCOL and len(frame) > at + 13 and frame[at + 13] & (_SYN | _ACK) == _SYN
 
 
 def flow_key(frame: bytes) -> bytes:
@@ -68,7 +68,7 @@ def flow_key(frame: bytes) -> bytes:
 def parse_segment(frame: bytes) -> Segment | None:
     """Return the TCP segment in a frame, if there is one."""
     protocol, at, end = _transport(frame)
-    if protocol != _TCP or len(frame) < at + 20:
+    if protocol != _TCP_PROTOCOL or len(frame) < at + 20:
         return None
     source, destination = (frame[26:30], frame[30:34]) if frame[12:14] == IPV4 else (frame[22:38], frame[38:54])
     source_port, destination_port, sequence, acknowledged, offset, flags = struct.unpack_from("!HHIIBB", frame, at)
@@ -112,12 +112,12 @@ def _build(segment: Segment, *, to: bytes, sender: bytes) -> bytes:
     ports = (segment.source_port, segment.destination_port, segment.sequence, 0, 5 << 4, segment.flags, 0)
     length = 20 + len(segment.payload)
     addresses = segment.source + segment.destination
-    pseudo = addresses + struct.pack("!BBH", 0, _TCP, length)  # the longer form of IPv6 adds up to the same
+    pseudo = addresses + struct.pack("!BBH", 0, _TCP_PROTOCOL, length)  # the longer form of IPv6 adds up to the same
     checksum = _checksum(pseudo + struct.pack("!HHIIBBHHH", *ports, 0, 0) + segment.payload)
     tcp = struct.pack("!HHIIBBHHH", *ports, checksum, 0) + segment.payload
     if len(segment.source) == 16:
-        return to + sender + IPV6 + struct.pack("!IHBB", 6 << 28, length, _TCP, 64) + addresses + tcp
-    words = (0x45, 0, 20 + length, 0, 0x4000, 64, _TCP)
+        return to + sender + IPV6 + struct.pack("!IHBB", 6 << 28, length, _TCP_PROTOCOL, 64) + addresses + tcp
+    words = (0x45, 0, 20 + length, 0, 0x4000, 64, _TCP_PROTOCOL)
     checksum = _checksum(struct.pack("!BBHHHBBH", *words, 0) + addresses)
     return to + sender + IPV4 + struct.pack("!BBHHHBBH", *words, checksum) + addresses + tcp
 

@@ -17,7 +17,8 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.testing.upnp_gateway import SEARCH_PORT, UpnpGateway
+from covey.testing.upnp_gateway import UpnpGateway
+from covey.wire.upnp import SEARCH_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,7 +34,7 @@ _FOLDERS: Final = Path("/tmp")
 """Where hosts have their folders: the paths of sockets in them must be short, wherever TMPDIR is."""
 _COMMAND_SECONDS: Final = 300.0
 """A guard against hangs: what a command takes depends on what else the machine does."""
-_TRIES: Final = 100
+_NAME_TRIES: Final = 100
 _LAUNCHERS: Final = ("COVEY_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
 
 
@@ -366,7 +366,7 @@ def _remove(folder: Path, namespaces: Iterable[str]) -> None:
 
 
 def _make_folder(path: Path) -> None:
-    for _ in range(_TRIES):
+    for _ in range(_NAME_TRIES):
         with contextlib.suppress(FileNotFoundError):  # another process removed the parent, which was empty
             path.mkdir(parents=True)
             return

@@ -27,7 +27,7 @@ T = TypeVar("T")
 _CHUNK: Final = 1 << 16
 RECORDING_BYTES: Final = 64 << 20
 _BACKLOG_BYTES: Final = 4 << 20  # held in each direction before the sender feels it
-_ANSWER_SECONDS: Final = 30.0
+_PROXY_ANSWER_SECONDS: Final = 30.0
 
 
 class Direction(enum.Enum):
@@ -121,7 +121,7 @@ class Proxy:
         The new connection does not pass through the proxy.
         """
         data = self.recorded(connection, Direction.TO_TARGET)
-        sock = socket.create_connection(self.target, timeout=_ANSWER_SECONDS)
+        sock = socket.create_connection(self.target, timeout=_PROXY_ANSWER_SECONDS)
         with contextlib.suppress(ConnectionError):  # the target may close before it has read everything
             sock.sendall(data)
         return sock
@@ -131,7 +131,7 @@ class Proxy:
         if self._thread.is_alive():
             self._calls.put(None)
             self._wake.send(b"\0")
-            self._thread.join(_ANSWER_SECONDS)
+            self._thread.join(_PROXY_ANSWER_SECONDS)
         for sock in (self._wake, self._woken, self._listener):
             sock.close()
         self._selector.close()
@@ -154,7 +154,7 @@ class Proxy:
 
         self._calls.put(call)
         self._wake.send(b"\0")
-        return future.result(_ANSWER_SECONDS)
+        return future.result(_PROXY_ANSWER_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -191,7 +191,7 @@ class Proxy:
                 if pipe.queue and pipe.queue[0][0] <= now:
                     wanted[pipe.sink] = wanted.get(pipe.sink, 0) | selectors.EVENT_WRITE
                 elif pipe.queue:
-                    timeout = min(timeout or _ANSWER_SECONDS, pipe.queue[0][0] - now)
+                    timeout = min(timeout or _PROXY_ANSWER_SECONDS, pipe.queue[0][0] - now)
         for key in list(self._selector.get_map().values()):
             if key.fileobj not in wanted:
                 self._selector.unregister(key.fileobj)
@@ -206,7 +206,7 @@ class Proxy:
         with contextlib.suppress(BlockingIOError):
             client, _ = self._listener.accept()
             try:
-                target = socket.create_connection(self.target, timeout=_ANSWER_SECONDS)
+                target = socket.create_connection(self.target, timeout=_PROXY_ANSWER_SECONDS)
             except OSError:
                 client.close()
                 return
@@ -308,7 +308,7 @@ class _ProxyPipe:
 
     def write_all(self) -> None:
         """Send everything now, whether it is due or not."""
-        self.sink.settimeout(_ANSWER_SECONDS)
+        self.sink.settimeout(_PROXY_ANSWER_SECONDS)
         for _, data in self.queue:
             self.sink.sendall(data)
         self.queue.clear()

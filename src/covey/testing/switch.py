@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CAPTURE_BYTES: Final = 64 << 20
-_ANSWER_SECONDS: Final = 300.0  # a guard against hangs
+_SWITCH_ANSWER_SECONDS: Final = 300.0  # a guard against hangs
 _QUEUE_SECONDS: Final = 0.1  # what waits longer than this for a slow port is dropped, as a real switch would
 _BATCH: Final = 64  # frames read from one port before the others get their turn
 _DEVICE_QUEUE: Final = 1000  # frames that the kernel keeps for us
@@ -106,10 +106,10 @@ class Switch:
         """End the switch; its devices vanish. Closing twice is fine."""
         self._control.close()  # the switch ends when the other end is closed
         try:
-            self._process.wait(_ANSWER_SECONDS)
+            self._process.wait(_SWITCH_ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(_ANSWER_SECONDS)
+            self._process.wait(_SWITCH_ANSWER_SECONDS)
 
     def __enter__(self) -> Switch:
         return self
@@ -119,8 +119,8 @@ class Switch:
 
     def _ask(self, question: str, *args: Any) -> Any:
         self._control.send((question, args))
-        if not self._control.poll(_ANSWER_SECONDS):
-            raise TimeoutError(f"the switch did not answer {question} within {_ANSWER_SECONDS:g} s")
+        if not self._control.poll(_SWITCH_ANSWER_SECONDS):
+            raise TimeoutError(f"the switch did not answer {question} within {_SWITCH_ANSWER_SECONDS:g} s")
         answer = self._control.recv()
         if isinstance(answer, Exception):
             raise answer

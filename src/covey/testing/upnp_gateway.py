@@ -13,11 +13,12 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Final
 
+from covey.wire.upnp import SEARCH_PORT
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 GROUP: Final = "239.255.255.250"
-SEARCH_PORT: Final = 1900
 DEVICE: Final = "urn:schemas-upnp-org:device:InternetGatewayDevice:"
 SERVICE_TYPE: Final = "urn:schemas-upnp-org:service:"
 DEVICE_DESCRIPTION: Final = """<?xml version="1.0"?>

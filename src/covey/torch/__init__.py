@@ -42,7 +42,7 @@ __all__ = [
     "who_is_late",
 ]
 
-_HOMES = {
+_TORCH_HOMES = {
     "DiLoCo": "covey.torch.training.diloco",
     "Elastic": "covey.torch.training.elastic",
     "ElasticSampler": "covey.torch.training.sampler",
@@ -63,9 +63,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _TORCH_HOMES:
         raise AttributeError(f"module 'covey.torch' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(_TORCH_HOMES[name]), name)
     return value
 
 

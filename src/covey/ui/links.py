@@ -29,7 +29,7 @@ LINK_FORMAT: Final = 1
 """The format of these files."""
 NEW_LINK_SECONDS: Final = 5.0
 """How long a server may take to answer."""
-FOLDER: Final = "ui"
+PAGE_FOLDER: Final = "ui"
 
 
 class _ServedPage(msgspec.Struct):
@@ -47,7 +47,7 @@ class LinkFile:
         Raises:
             ConfigError: the folder is not private, or cannot be written.
         """
-        self.folder = private_folder(home() / FOLDER)
+        self.folder = private_folder(home() / PAGE_FOLDER)
         self._path = self.folder / f"{port}.json"
         self._lock_path = self.folder / f"{port}.lock"
         self._lock = LockHolder.take(self._lock_path, f"another `covey ui` has port {port}; use another port")
@@ -78,7 +78,7 @@ def new_link(port: int | None = None) -> str:
     Raises:
         ConfigError: none runs, or it does not answer.
     """
-    for path in sorted(existing(FOLDER).glob("*.json"), key=_age):
+    for path in sorted(existing(PAGE_FOLDER).glob("*.json"), key=_age):
         with contextlib.suppress(FileNotFoundError):
             served = _read(path)
             if port in (None, served.port) and _is_alive(path):

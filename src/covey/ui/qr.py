@@ -10,8 +10,8 @@ from covey.base.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SIGNS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ $%*+-./:"
-_BLOCKS: Final = (1, 1, 1, 2, 2, 4, 4, 4, 5, 5, 5, 8, 9, 9, 10, 10, 11, 13, 14, 16)
+_ALPHANUMERIC: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ $%*+-./:"
+_VERSION_BLOCKS: Final = (1, 1, 1, 2, 2, 4, 4, 4, 5, 5, 5, 8, 9, 9, 10, 10, 11, 13, 14, 16)
 """Blocks of each version, from version 1 on, at level M."""
 _CORRECTION: Final = (10, 16, 26, 18, 24, 16, 18, 22, 22, 26, 30, 22, 22, 24, 24, 28, 28, 26, 26, 26)
 """Codewords for correction in each block of them."""
@@ -28,9 +28,9 @@ def qr_rows(text: str) -> list[str]:
     Raises:
         ConfigError: the text is too long for version 20, or has other signs than the alphanumeric mode.
     """
-    if not set(text) <= set(_SIGNS):
+    if not set(text) <= set(_ALPHANUMERIC):
         raise ConfigError("a QR code of covey has digits, capital letters and a few signs only")
-    for version in range(1, len(_BLOCKS) + 1):
+    for version in range(1, len(_VERSION_BLOCKS) + 1):
         bits = _bits(text, version)
         if len(bits) <= 8 * _data_codewords(version):
             break
@@ -58,7 +58,7 @@ def _modules(version: int) -> int:
 
 
 def _data_codewords(version: int) -> int:
-    return _modules(version) // 8 - _BLOCKS[version - 1] * _CORRECTION[version - 1]
+    return _modules(version) // 8 - _VERSION_BLOCKS[version - 1] * _CORRECTION[version - 1]
 
 
 def _bits(text: str, version: int) -> list[int]:
@@ -71,9 +71,9 @@ def _bits(text: str, version: int) -> list[int]:
     put(0b0010, 4)
     put(len(text), 9 if version < 10 else 11)
     for first, second in zip(text[::2], text[1::2], strict=False):
-        put(_SIGNS.index(first) * 45 + _SIGNS.index(second), 11)
+        put(_ALPHANUMERIC.index(first) * 45 + _ALPHANUMERIC.index(second), 11)
     if len(text) % 2:
-        put(_SIGNS.index(text[-1]), 6)
+        put(_ALPHANUMERIC.index(text[-1]), 6)
     return bits
 
 
@@ -88,7 +88,7 @@ def _padded(bits: list[int], version: int) -> bytes:
 
 def _interleaved(data: bytes, version: int) -> bytes:
     """Return all codewords in the order in which they are placed: byte by byte from each block in turn."""
-    blocks, correction = _BLOCKS[version - 1], _CORRECTION[version - 1]
+    blocks, correction = _VERSION_BLOCKS[version - 1], _CORRECTION[version - 1]
     short, longer = divmod(len(data), blocks)
     pieces, at = [], 0
     for number in range(blocks):

@@ -43,7 +43,7 @@ WRONG_HOST: Final = (
     "This page has another address: open the link that `covey ui` has printed, or run `covey ui --link`.\n"
 )
 NO_TOKEN: Final = "This link is not valid any more. Run `covey ui --link` for another.\n"
-ROOT: Final = 0
+ROOT_USER: Final = 0
 TICKET_SECONDS: Final = 300.0
 """How long a link can be used."""
 TICKETS: Final = 16
@@ -54,7 +54,7 @@ TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _LOCAL, _REMOTE, _STATE, _UID = 1, 2, 3, 7
 _OWNED_STATES: Final = frozenset(["01", "02", "03", "04", "05", "08", "09"])
 """Those in which a process has the socket; of others the table does not know whose they were."""
-_ORDER: Final = "little" if socket.htons(1) != 1 else "big"
+_BYTE_ORDER: Final = "little" if socket.htons(1) != 1 else "big"
 
 
 class Access(enum.Enum):
@@ -155,7 +155,7 @@ def _spelled(end: tuple[str, int], *, mapped: bool = False) -> str:
     address = socket.inet_pton(socket.AF_INET, end[0])
     whole = bytes(10) + b"\xff\xff" + address if mapped else address
     words = (whole[start : start + 4] for start in range(0, len(whole), 4))
-    return "".join(f"{int.from_bytes(word, _ORDER):08X}" for word in words) + f":{end[1]:04X}"
+    return "".join(f"{int.from_bytes(word, _BYTE_ORDER):08X}" for word in words) + f":{end[1]:04X}"
 
 
 class RequestRules:
@@ -181,7 +181,7 @@ class RequestRules:
         if not is_loopback(request.peer[0]):
             return text("This page is for this machine only.\n", HTTPStatus.FORBIDDEN)
         # Root may read this process anyway, and forwards connections of other systems, such as that around WSL.
-        if self._peer_uid(request.peer, request.here) not in (None, os.geteuid(), ROOT):
+        if self._peer_uid(request.peer, request.here) not in (None, os.geteuid(), ROOT_USER):
             return text("This page belongs to another user of this machine.\n", HTTPStatus.FORBIDDEN)
         if request.all_of("host") != [_host_of(request)]:
             return text(WRONG_HOST, HTTPStatus.MISDIRECTED_REQUEST)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS: Final = 0.5
 """How long a round waits for answers; processes of other machines may answer later, in a further round."""
-CHECKPOINT_SECONDS: Final = 5.0
+CHECKPOINT_ASK_SECONDS: Final = 5.0
 RECOVERY_SECONDS: Final = 15.0
 """How long an event of a loss is asked for again, until it says how long the recovery took."""
-MOST_PAUSE: Final = 16
+MOST_ROUNDS_BETWEEN: Final = 16
 """A process that answers without pages is asked in every second round, then every fourth, up to this one."""
 
 
@@ -98,7 +98,7 @@ class Pauses:
             self._pauses.pop(key, None)
             self._left.pop(key, None)
         else:
-            pause = self._pauses[key] = min(MOST_PAUSE, 2 * self._pauses.get(key, 1))
+            pause = self._pauses[key] = min(MOST_ROUNDS_BETWEEN, 2 * self._pauses.get(key, 1))
             self._left[key] = pause - 1
 
     def forget(self, keys: Collection[str]) -> None:

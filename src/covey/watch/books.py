@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 ENDED_SECONDS: Final = 600.0
 """How long a run that is over is still shown."""
-RUNS_LIMIT: Final = 64
+BOOK_RUNS_LIMIT: Final = 64
 """Runs that are remembered; those that ended first are forgotten first."""
-MACHINES_LIMIT: Final = 1024
+BOOK_MACHINES_LIMIT: Final = 1024
 SILENT_SECONDS: Final = 300.0
 """How long a machine that does not answer any more is still shown."""
 TOO_EARLY_SECONDS: Final = 3.0
@@ -139,7 +139,7 @@ class RunBooks:
             while id in self._books:
                 id = f"{heard.run}-{heard.run_key[-8:]}" if id == heard.run and heard.run_key else f"{id}+"
             self._books[id] = RunBook(id, heard.run, now)
-            while len(self._books) > RUNS_LIMIT:
+            while len(self._books) > BOOK_RUNS_LIMIT:
                 self._forget(
                     min(self._books, key=lambda each: (not self._books[each].is_over, self._books[each].last_seen))
                 )
@@ -166,7 +166,7 @@ class RunBooks:
             id: (at, each) for id, (at, each) in self._machines.items() if now - at < SILENT_SECONDS
         }  # fmt: skip
         for id in sorted(self._machines, key=lambda id: self._machines[id][0])[
-            : max(0, len(self._machines) - MACHINES_LIMIT)
+            : max(0, len(self._machines) - BOOK_MACHINES_LIMIT)
         ]:
             del self._machines[id]
         busy = {each.machine for processes in heard.values() for each in processes}

@@ -26,7 +26,7 @@ from covey.runtime.metrics.inspection import NETWORK, OUTPUT, PROGRESS, READINGS
 from covey.watch.answers import HeardProcess, LookRound, MachineHeard, RunEnd
 from covey.watch.asking import (
     ANSWER_SECONDS,
-    CHECKPOINT_SECONDS,
+    CHECKPOINT_ASK_SECONDS,
     EventNumbers,
     Pauses,
     has_pages,
@@ -465,10 +465,10 @@ class ClusterSource:
                     if (talk := self._talks.pop(key, None)) is not None:
                         talk.answers.cancel()
                     with contextlib.suppress(ConnectError, DeadlineError):  # another one knows
-                        answer = self._visit.ask(state.card, request_of_checkpoint(), CHECKPOINT_SECONDS)
+                        answer = self._visit.ask(state.card, request_of_checkpoint(), CHECKPOINT_ASK_SECONDS)
                         if isinstance(answer, messages.CheckpointProgress):
                             return answer
-        raise DeadlineError(f"no member of the run answered within the timeout of {CHECKPOINT_SECONDS:g} s")
+        raise DeadlineError(f"no member of the run answered within the timeout of {CHECKPOINT_ASK_SECONDS:g} s")
 
     @property
     def cluster(self) -> Any:

@@ -22,7 +22,7 @@ from covey.net.keys.identity import own_machine
 from covey.runtime.environment import ClusterOptions
 from covey.watch.books import RunBooks
 from covey.watch.cluster_source import PROGRAMS_EVERY, ClusterSource
-from covey.watch.local_source import HERE, LocalSource
+from covey.watch.local_source import LOCAL_ID, LocalSource
 from covey.watch.overview import Overview
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-LOOK_EVERY: Final = 1.0
-CLOSE_SECONDS: Final = 15.0
+COLLECT_EVERY: Final = 1.0
+COLLECTOR_CLOSE_SECONDS: Final = 15.0
 """How long the last round may take when the collector is closed."""
 
 
@@ -103,8 +103,8 @@ class Collector:
     @classmethod
     def of_this_machine(cls, run: str = "") -> Collector:
         """Look at the runs of `covey run -n` on this machine, or at one of them."""
-        local = LocalSource(MachineReader().read, machine=HERE, name=_host(), only=run)
-        return cls([local], RunBooks("", own_id=HERE), contextlib.ExitStack())
+        local = LocalSource(MachineReader().read, machine=LOCAL_ID, name=_host(), only=run)
+        return cls([local], RunBooks("", own_id=LOCAL_ID), contextlib.ExitStack())
 
     def newest(self) -> Overview:
         """Return the newest overview; its serial is 0 before the first look has ended."""
@@ -138,7 +138,7 @@ class Collector:
             self._changed.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(CLOSE_SECONDS)
+                thread.join(COLLECTOR_CLOSE_SECONDS)
         for source in self.sources:
             source.close()
         self._ending.close()
@@ -156,7 +156,7 @@ class Collector:
                 self._look()
             except (CoveyError, OSError, TimeoutError) as error:  # the next round may succeed
                 logger.warning("the runs could not be looked at: %s", printable(str(error)))
-            at = max(at + LOOK_EVERY, time.monotonic())
+            at = max(at + COLLECT_EVERY, time.monotonic())
             self._is_closing.wait(at - time.monotonic())
 
     def _look(self) -> None:
@@ -169,7 +169,7 @@ class Collector:
 
     def _ask_agents(self) -> None:
         asked = -PROGRAMS_EVERY
-        while not self._is_closing.wait(LOOK_EVERY):
+        while not self._is_closing.wait(COLLECT_EVERY):
             is_due = time.monotonic() - asked >= PROGRAMS_EVERY
             asked = time.monotonic() if is_due else asked
             for source in self.sources:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from covey.wire.progress import ReportRow
 
-KEPT_SECONDS: Final = 3600.0
+CURVE_SECONDS: Final = 3600.0
 FINE_SECONDS: Final = 600.0
 COARSE_EVERY: Final = 10.0
 EARLIER_LIMIT: Final = 1000
 """Moments from before this process looked."""
-LIMIT: Final = 2 * int(FINE_SECONDS + KEPT_SECONDS / COARSE_EVERY)
+MOMENTS_LIMIT: Final = 2 * int(FINE_SECONDS + CURVE_SECONDS / COARSE_EVERY)
 """Moments at most, whatever the clock does."""
 
 
@@ -60,9 +60,11 @@ class Curves:
                 self._coarse.append(past)
             oldest += 1
         del self._fine[:oldest]
-        while self._coarse and (self._coarse[0].at < moment.at - KEPT_SECONDS or len(self._coarse) > LIMIT // 2):
+        while self._coarse and (
+            self._coarse[0].at < moment.at - CURVE_SECONDS or len(self._coarse) > MOMENTS_LIMIT // 2
+        ):
             del self._coarse[0]
-        del self._fine[: max(0, len(self._fine) - LIMIT // 2)]
+        del self._fine[: max(0, len(self._fine) - MOMENTS_LIMIT // 2)]
 
     def since(self, at: float) -> tuple[Moment, ...]:
         """Return the moments after a time, oldest first."""

@@ -32,7 +32,7 @@ REFUSALS: Final = 2
 """A machine that has told nothing so many times keeps its output to itself: once may be that it is asked too often."""
 AGAIN_EVERY: Final = 10.0
 """How often it is asked all the same."""
-MACHINES_LIMIT: Final = 256
+OUTPUT_MACHINES_LIMIT: Final = 256
 
 
 class MachineOutput:
@@ -161,7 +161,9 @@ class FarOutput:
     def question(self, machine: str) -> messages.Inspect | None:
         """Return what to ask a rank on a machine; None if nothing is to be asked now."""
         with self._lock:
-            if machine == self.own_machine or (machine not in self._machines and len(self._machines) >= MACHINES_LIMIT):
+            if machine == self.own_machine or (
+                machine not in self._machines and len(self._machines) >= OUTPUT_MACHINES_LIMIT
+            ):
                 return None
             return self._machines.setdefault(machine, self._new()).question(time.monotonic())
 

@@ -6,22 +6,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from covey.base.text import listed_briefly, listed_ranks, printable
+from covey.runtime.events import VIEWS
 from covey.watch.overview import Happening
 
 if TYPE_CHECKING:
     from covey.watch.overview import Level
     from covey.wire.reports import PastEvent
 
-LIMIT: Final = 200
-TEXT_LIMIT: Final = 300
-VIEWS: Final = ("lost", "left", "view")
-"""Events that all ranks tell, each in its own words."""
+HAPPENINGS_LIMIT: Final = 200
+HAPPENING_LIMIT: Final = 300
 UNINTERESTING: Final = ("lane", "leader", "generation")
 """Events that say nothing to a person who watches: every run has them all the time."""
 HEARSAY: Final = "other members have given it up"
 """What a rank says of a loss that it has not noticed itself."""
-LEVELS: Final[dict[str, Level]] = {"lost": "warning", "refused": "warning", "suspected": "warning"}
-MOST_RANKS: Final = 64
+EVENT_LEVELS: Final[dict[str, Level]] = {"lost": "warning", "refused": "warning", "suspected": "warning"}
+HAPPENING_RANKS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,15 @@ class RunEvent:
 
     def shown(self) -> Happening:
         """Return what views show."""
-        level = LEVELS.get(self.kind, "note")
+        level = EVENT_LEVELS.get(self.kind, "note")
         if self.kind == "report" and "finite again" not in self.why:
             level = "warning"
-        return Happening(self.at, self.kind, self.text, self.ranks[:MOST_RANKS], level)
+        return Happening(self.at, self.kind, self.text, self.ranks[:HAPPENING_RANKS], level)
 
     @property
     def text(self) -> str:
         """What happened, as a sentence without a period."""
-        return printable(self._text(), TEXT_LIMIT)
+        return printable(self._text(), HAPPENING_LIMIT)
 
     def _text(self) -> str:
         who, why = self.who or "a rank", self.why
@@ -114,7 +113,7 @@ class TimeLine:
             told.phases.get("redo", None if known is None else known.recovered),
         )
         self._events[key] = event
-        if len(self._events) > LIMIT:
+        if len(self._events) > HAPPENINGS_LIMIT:
             del self._events[next(iter(self._events))]
 
     def explain(self, generation: int, rank: int, why: str) -> None:

@@ -22,7 +22,7 @@ from covey.runtime.views.process_table import ProcessStatus
 from covey.watch.answers import HeardProcess, LookRound, MachineHeard, RunEnd
 from covey.watch.asking import (
     ANSWER_SECONDS,
-    CHECKPOINT_SECONDS,
+    CHECKPOINT_ASK_SECONDS,
     EventNumbers,
     Pauses,
     has_pages,
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from covey.watch.answers import Process
     from covey.wire.progress import RankProgress, Readings, ReportRow
 
-LINK_SECONDS: Final = 0.3
+ROUND_LINK_SECONDS: Final = 0.3
 """How long a rank may take to accept a link, in one round."""
-HERE: Final = "here"
+LOCAL_ID: Final = "here"
 """The id of this machine where it is in no cluster."""
 
 
@@ -49,7 +49,7 @@ class LocalSource:
     """The runs of `covey run -n` of this user, on this machine."""
 
     def __init__(
-        self, readings: Callable[[], Readings], *, machine: str = HERE, name: str = "", only: str = ""
+        self, readings: Callable[[], Readings], *, machine: str = LOCAL_ID, name: str = "", only: str = ""
     ) -> None:
         """`readings` reads how this machine is used. `only` is the one run to look at, by name or process."""
         self._readings, self._machine, self._name, self._only = readings, machine, name, only
@@ -93,7 +93,7 @@ class LocalSource:
             if visit is None:
                 visit = self._visits[run.pid] = LocalVisit(run, run.token())
             if len(visit.ranks) < run.size:
-                visit.link(LINK_SECONDS)
+                visit.link(ROUND_LINK_SECONDS)
         except CoveyError:  # it has just ended
             return []
         run_key = _key(run)
@@ -173,9 +173,9 @@ class LocalSource:
         with self._lock:
             run = next((run for run in local_runs() if _key(run) == run_key), None)
             visit = None if run is None else self._visits.get(run.pid)
-            answer = None if visit is None else visit.ask_one(request_of_checkpoint(), CHECKPOINT_SECONDS)
+            answer = None if visit is None else visit.ask_one(request_of_checkpoint(), CHECKPOINT_ASK_SECONDS)
         if answer is None:
-            raise DeadlineError(f"no rank of the run answered within the timeout of {CHECKPOINT_SECONDS:g} s")
+            raise DeadlineError(f"no rank of the run answered within the timeout of {CHECKPOINT_ASK_SECONDS:g} s")
         return answer
 
     def keeper_of(self, run_key: str) -> int:

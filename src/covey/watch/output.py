@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import ConfigError
+from covey.base.numbers import NO_RANK
 from covey.base.text import printable
-from covey.net.host.saved_output import NO_RANK, OutputRecord, read_log, tail_of
+from covey.net.host.saved_output import OutputRecord, read_log, tail_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
     from covey.net.host.saved_runs import PastRun
 
-READ_BYTES: Final = 256 << 10
+LOG_READ_BYTES: Final = 256 << 10
 """What is read of one log at a time."""
-TAIL_BYTES: Final = 1 << 20
+FOLLOWED_TAIL_BYTES: Final = 1 << 20
 """What is read at first for a follower, of all logs of a run together; at least a sixteenth of it from each."""
 LINE_BYTES: Final = 16 << 10
 """The most of one line."""
-TEXT_LIMIT: Final = 2000
+SHOWN_LINE_LIMIT: Final = 2000
 """Characters of a line that are shown."""
 RING_LINES: Final = 5000
 """Lines of a run that are held for followers."""
@@ -67,7 +68,7 @@ class OutputPage:
 def clean(data: bytes) -> str:
     """Return a line as printable text: what carriage returns have overwritten and escapes of terminals are left out."""
     text = data.decode(errors="replace").rstrip("\r")
-    return printable(_ESCAPES.sub("", text.rpartition("\r")[2]).expandtabs(), TEXT_LIMIT)
+    return printable(_ESCAPES.sub("", text.rpartition("\r")[2]).expandtabs(), SHOWN_LINE_LIMIT)
 
 
 class LineAssembly:
@@ -90,13 +91,13 @@ class LineAssembly:
         return [held] if held else []
 
 
-_PREFIX: Final = re.compile(rb"\[(?:([^\]\r\n]{1,160}?) )?(\d{1,6})\] (.*)\Z", re.DOTALL)
+_RANK_PREFIX: Final = re.compile(rb"\[(?:([^\]\r\n]{1,160}?) )?(\d{1,6})\] (.*)\Z", re.DOTALL)
 """What `covey run` puts before each line: machine and rank."""
 
 
 def labelled(machine: str, stream: int, data: bytes, at: float) -> OutputLine:
     """Return a line that `covey run` has printed on a machine, with the rank that it put before the line."""
-    found = _PREFIX.match(data)
+    found = _RANK_PREFIX.match(data)
     rank, text = (None, data) if found is None else (int(found[2]), found[3])
     return OutputLine(at, machine, rank, stream == 2, clean(text))
 
@@ -143,7 +144,7 @@ class LogFollower(RecordLines):
     def news(self) -> list[OutputLine]:
         """Return the next lines; none if there are none yet."""
         try:
-            batch = read_log(self._folder, self._offset, READ_BYTES)
+            batch = read_log(self._folder, self._offset, LOG_READ_BYTES)
         except (ConfigError, OSError):  # damaged, or removed
             self.is_at_end = True
             return []
@@ -199,7 +200,7 @@ class RunFollower:
         found = self._run.logs()
         for name, folder in found:
             if name not in self._logs:
-                share = max(TAIL_BYTES // max(len(found), 1), TAIL_BYTES // 16)
+                share = max(FOLLOWED_TAIL_BYTES // max(len(found), 1), FOLLOWED_TAIL_BYTES // 16)
                 offset = tail_of(folder, share) if self._only_tail else 0
                 self._logs[name] = LogFollower(folder, self._run.record.machine, offset)
 

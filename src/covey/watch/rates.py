@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
     from covey.wire.progress import PeerProgress, RankProgress
 
-STEADY_SECONDS: Final = 2.0
+STEADY_RATE_SECONDS: Final = 2.0
 """What is concluded about speeds holds for at least so many seconds."""
 SPELL_SECONDS: Final = 1.0
 SPELL_OPERATIONS: Final = 2
 """What holds at every step holds in two spells one after the other, each of so many seconds and operations at least."""
 ALMOST: Final = 0.9
 """Answers are about a second apart, and sometimes a little less."""
-KEPT_SECONDS: Final = 30.0
+COMPARED_SECONDS: Final = 30.0
 """How far back answers are compared."""
-FLOW_SECONDS: Final = 4.0
+COMPARED_FLOW_SECONDS: Final = 4.0
 """How far back what moved over links is compared."""
-LEAST_BUSY_US: Final = 20_000
+LEAST_RATED_US: Final = 20_000
 LEAST_ACKNOWLEDGED: Final = 1 << 17
 """Microseconds of sending, and bytes, from which a speed is taken: less than that tells of round trips only."""
 
 
-MEDIA: Final = {"local": "loopback", "wired": "cable", "wireless": "Wi-Fi"}
+MEDIUM_NAMES: Final = {"local": "loopback", "wired": "cable", "wireless": "Wi-Fi"}
 USUAL_SPEEDS: Final = 60
 """Speeds of a link that are kept, one a round, to know what is usual for it."""
 LATELY: Final = 3
@@ -91,10 +91,10 @@ class Counters:
         sequence = progress.groups[0].sequence if progress.groups else 0
         moved = progress.sent + progress.received
         readings.append(_Reading(now, progress.spent_ns, sequence, moved, progress))
-        while now - readings[0].taken_ns > KEPT_SECONDS * 1e9:
+        while now - readings[0].taken_ns > COMPARED_SECONDS * 1e9:
             readings.popleft()
         for at, old in enumerate(readings):
-            if now - old.taken_ns <= FLOW_SECONDS * 1e9:
+            if now - old.taken_ns <= COMPARED_FLOW_SECONDS * 1e9:
                 break
             if old.progress is not None:
                 readings[at] = old._replace(progress=None)
@@ -152,7 +152,7 @@ class Counters:
 
     def moved(self) -> int | None:
         """Return how many bytes collectives have moved in the last seconds; None if that is not known yet."""
-        before = self._at(STEADY_SECONDS)
+        before = self._at(STEADY_RATE_SECONDS)
         return None if before is None else max(0, self._readings[-1].moved - before.moved)
 
     def flows(self) -> dict[int, PeerFlow]:
@@ -179,7 +179,7 @@ def _flow(before: PeerProgress, after: PeerProgress, lasted: float, operations: 
     acknowledged, busy = after.acknowledged - before.acknowledged, after.busy_us - before.busy_us
     if acknowledged < 0 or busy < 0:  # another lane
         return PeerFlow()
-    is_enough = busy >= LEAST_BUSY_US and acknowledged >= LEAST_ACKNOWLEDGED
+    is_enough = busy >= LEAST_RATED_US and acknowledged >= LEAST_ACKNOWLEDGED
     return PeerFlow(
         acknowledged / lasted,
         acknowledged / busy * 1e6 if is_enough else None,
@@ -252,7 +252,7 @@ def _joined(
         source=source,
         target=target,
         lane=peer.lane or known.lane,
-        medium=MEDIA.get(peer.medium, "") or known.medium,
+        medium=MEDIUM_NAMES.get(peer.medium, "") or known.medium,
         relay="a relay" if peer.is_relayed else known.relay,
         bytes_per_second=max((each for each in (rate, known.bytes_per_second) if each is not None), default=None),
         sent_per_second=known.sent_per_second if sent is None else sent + (known.sent_per_second or 0.0),

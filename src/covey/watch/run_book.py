@@ -16,8 +16,9 @@ from covey.watch import verdict
 from covey.watch.curves import Curves
 from covey.watch.happenings import TimeLine
 from covey.watch.overview import Moment, RankSeen, RunSeen
-from covey.watch.rates import SPELL_SECONDS, STEADY_SECONDS, Counters, LinkBook
+from covey.watch.rates import SPELL_SECONDS, STEADY_RATE_SECONDS, Counters, LinkBook
 from covey.watch.waits import RankPosition, SlowLink, long_operation, slow_link, slow_rank, waits
+from covey.wire.messages import RANKS_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,8 +34,7 @@ GONE_AFTER: Final = 4.0
 """A run of which no process is linked for so long is over."""
 FORGOTTEN_AFTER: Final = 60.0
 """A process that has not answered for so long, and has no rank, is forgotten."""
-RANKS_LIMIT: Final = 4096
-STATES: Final[dict[str, RankState]] = {"lost": "lost", "excluded": "lost", "left": "left", "leaving": "left"}
+TOLD_STATES: Final[dict[str, RankState]] = {"lost": "lost", "excluded": "lost", "left": "left", "leaving": "left"}
 """The state of a rank that others are in doubt about."""
 NO_SPEEDS: Final[Mapping[tuple[str, str], float]] = {}
 GONE: Final = ("lost", "left", "joining")
@@ -164,7 +164,9 @@ class RunBook:
         there = {rank: told for rank, told in current.items() if not self._is_gone(rank, doubts)}
         positions = [_position(rank, told, now) for rank, told in there.items() if told.progress is not None]
         waiting = waits(positions)
-        if any(each.since >= STEADY_SECONDS for each in waiting.values()):  # one long wait says nothing of every step
+        if any(
+            each.since >= STEADY_RATE_SECONDS for each in waiting.values()
+        ):  # one long wait says nothing of every step
             for told in current.values():
                 told.counters.begin_anew()
         waited_for = {rank for each in waiting.values() for rank in each.waits_for}
@@ -210,7 +212,7 @@ class RunBook:
             slow=self._slow_rank(there, ranks),
             slow_link=self._slow_link(there, loads, now),
             long=long,
-            moved=sum(moved) / STEADY_SECONDS if moved else None,
+            moved=sum(moved) / STEADY_RATE_SECONDS if moved else None,
             has_reports=any(told.progress is not None and told.progress.reported for told in current.values()),
             runs_for=now - self.first_seen,
             reports=values,
@@ -277,7 +279,7 @@ class RunBook:
         reason = ""
         if rank in self._lost:
             state, reason = "lost", self._lost[rank]
-        elif doubt is not None and (known := STATES.get(doubt[0])) is not None:
+        elif doubt is not None and (known := TOLD_STATES.get(doubt[0])) is not None:
             state, reason = known, doubt[1]
             if known == "lost":
                 self._lost[rank] = reason
@@ -351,7 +353,7 @@ class RunBook:
         return found
 
     def _is_gone(self, rank: int, doubts: Mapping[int, tuple[str, str]]) -> bool:
-        return rank in self._lost or (rank in doubts and doubts[rank][0] in STATES)
+        return rank in self._lost or (rank in doubts and doubts[rank][0] in TOLD_STATES)
 
     def _has_state(self) -> bool:
         """Tell whether those that joined last have got the state of the run."""

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 NEWS_SECONDS: Final = 8.0
 """How long a loss or a newcomer is told before anything that goes on meanwhile, unless it stops the run."""
-RECENT_SECONDS: Final = 60.0
+TOLD_AFTER_SECONDS: Final = 60.0
 """How long it is told afterwards."""
-FEW: Final = 4
+NAMED_RANKS: Final = 4
 """So many ranks are named each with its machine."""
-STUCK_SECONDS: Final = 5.0
+STUCK_OPERATION_SECONDS: Final = 5.0
 """An operation of all ranks in which nothing moved for so long is a warning."""
 REPORT_LINE: Final = "group.report(step=step, loss=loss)"
 """The line that a program adds to report."""
@@ -82,7 +82,7 @@ class RunFacts:
 
 def of_run(facts: RunFacts) -> Sentence:
     """Return the sentence about a run."""
-    sentence = next(filter(None, (say(facts) for say in _OF_RUN)), None) or _fine(facts)
+    sentence = next(filter(None, (say(facts) for say in _RUN_SENTENCES)), None) or _fine(facts)
     return replace(sentence, text=_begun(sentence.text))
 
 
@@ -159,7 +159,7 @@ def _news(facts: RunFacts) -> Sentence | None:
 
 
 def _past(facts: RunFacts) -> Sentence | None:
-    return _change(facts) if _change_age(facts) <= RECENT_SECONDS else None
+    return _change(facts) if _change_age(facts) <= TOLD_AFTER_SECONDS else None
 
 
 def _change_age(facts: RunFacts) -> float:
@@ -236,7 +236,7 @@ def _long(facts: RunFacts) -> Sentence | None:
     ranks = sum(rank.state not in ("lost", "left", "joining") for rank in facts.ranks)
     name = operation_name(facts.long.operation)
     text = f"all {ranks} ranks have been in one {name} for {_span(facts.long.seconds)}"
-    is_stuck = facts.moved == 0 and facts.long.seconds >= STUCK_SECONDS
+    is_stuck = facts.moved == 0 and facts.long.seconds >= STUCK_OPERATION_SECONDS
     if facts.moved is not None:
         text += f"; {spell_rate(facts.moved)} move" if facts.moved else ", and nothing moves"
     why = ("all of them have begun it, and none has ended it",)
@@ -263,7 +263,7 @@ def _versions(facts: RunFacts) -> Sentence | None:
 
 
 def _no_reports(facts: RunFacts) -> Sentence | None:
-    if facts.has_reports or facts.runs_for < RECENT_SECONDS or facts.state != "running":
+    if facts.has_reports or facts.runs_for < TOLD_AFTER_SECONDS or facts.state != "running":
         return None
     why = ("add the line where a step ends; any rank may call it",)
     return Sentence("The program reports no loss.", "fine", why, (REPORT_LINE,))
@@ -276,7 +276,7 @@ def _fine(facts: RunFacts) -> Sentence:
     return Sentence(f"{_count(len(live), 'rank')}{where} at work." if live else "")
 
 
-_OF_RUN: Final[Sequence[Callable[[RunFacts], Sentence | None]]] = (
+_RUN_SENTENCES: Final[Sequence[Callable[[RunFacts], Sentence | None]]] = (
     *(_failed, _ended, _waits, _stopped, _late, _silent, _news, _not_finite, _slow_link, _slow, _long),
     *(_past, _newcomer, _versions, _no_reports),
 )
@@ -395,7 +395,7 @@ def _machine(facts: RunFacts, id: str) -> str:
 
 def _named(facts: RunFacts, ranks: Sequence[RankSeen]) -> str:
     """Return what these ranks are called, with their machines if they are few and the run is on several."""
-    if len(ranks) <= FEW:
+    if len(ranks) <= NAMED_RANKS:
         return listed([_rank(facts, rank.rank) for rank in ranks])
     return f"ranks {listed_ranks([rank.rank for rank in ranks])}"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOTABLE_WAIT_SECONDS: Final = 0.4
 """A shorter wait is not worth a word."""
-SLOW_SHARE: Final = 0.1
+SLOW_RANK_SHARE: Final = 0.1
 """A rank is slow if the others wait at least this share of their time more than it does."""
 SLOW_RATIO: Final = 0.5
 """And it spends at most this part of their time in operations."""
@@ -26,11 +26,11 @@ WAITING_SHARE: Final = 0.5
 """Ranks wait for the network if they spend at least this share of their time in operations..."""
 BUSY_SHARE: Final = 0.7
 """... and a link has something to send for at least this share of the time..."""
-LEAST_BYTES: Final = 32 << 10
+LEAST_WAITED_BYTES: Final = 32 << 10
 """... of operations that send so much over it: less takes a round trip, however fast the link is."""
 FELL_BY: Final = 2.0
 """A link has become slow if it was so many times as fast before."""
-LONG_SECONDS: Final = 2.5
+LONG_OPERATION_SECONDS: Final = 2.5
 """An operation that all ranks are in for so long is worth a word."""
 
 
@@ -99,7 +99,7 @@ def slow_rank(shares: Mapping[int, float]) -> tuple[int, float] | None:
         return None
     rank = min(shares, key=lambda each: (shares[each], each))
     others = median(share for each, share in shares.items() if each != rank)
-    is_slow = others - shares[rank] >= SLOW_SHARE and shares[rank] <= SLOW_RATIO * others
+    is_slow = others - shares[rank] >= SLOW_RANK_SHARE and shares[rank] <= SLOW_RATIO * others
     return (rank, others - shares[rank]) if is_slow else None
 
 
@@ -136,7 +136,7 @@ def slow_link(loads: Iterable[LinkLoad], shares: Collection[float]) -> LinkLoad 
     """
     if not shares or median(shares) < WAITING_SHARE:
         return None
-    full = [load for load in loads if load.busy >= BUSY_SHARE and load.per_operation >= LEAST_BYTES]
+    full = [load for load in loads if load.busy >= BUSY_SHARE and load.per_operation >= LEAST_WAITED_BYTES]
     return min(full, key=lambda load: (load.rate, load.source, load.target), default=None)
 
 
@@ -160,4 +160,4 @@ def long_operation(positions: Sequence[RankPosition], now: float) -> LongOperati
     seconds = min(
         group.age_ns / 1e9 + now - position.arrived for group, position in zip(groups, positions, strict=True)
     )
-    return LongOperation(groups[0].operation, seconds) if seconds >= LONG_SECONDS else None
+    return LongOperation(groups[0].operation, seconds) if seconds >= LONG_OPERATION_SECONDS else None

@@ -26,13 +26,13 @@ SERVICE: Final = "_covey._tcp.local."
 BEACON_VERSION: Final = b"1"
 BEACON_NONCE_BYTES: Final = 16
 BEACON_TAG_BYTES: Final = 16
-MOST_ADDRESSES: Final = 8
+ANNOUNCED_ADDRESSES: Final = 8
 """Addresses in one announcement: of one interface, IPv4 first."""
 PAIRING_KEY: Final = hashlib.sha256(b"covey/1/pairing-beacon").digest()
 """The key of announcements of pairing, which proves nothing: machines without a secret look for them."""
-_LABEL: Final = b"covey/1/mdns-tag"
+_TAG_LABEL: Final = b"covey/1/mdns-tag"
 _HEX: Final = re.compile(rb"[0-9a-f]{32}")
-_PORT: Final = re.compile(rb"[1-9][0-9]{0,4}")
+_PORT_TEXT: Final = re.compile(rb"[1-9][0-9]{0,4}")
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Announcement:
 def make(key: bytes, nonce: bytes, port: int, ips: Iterable[str]) -> dict[bytes, bytes]:
     """Return the TXT properties of one announcement; `nonce` is `BEACON_NONCE_BYTES` random bytes.
 
-    Of more than `MOST_ADDRESSES` addresses, the first are announced.
+    Of more than `ANNOUNCED_ADDRESSES` addresses, the first are announced.
     """
-    parsed = sorted((ipaddress.ip_address(ip) for ip in ips), key=lambda ip: ip.version)[:MOST_ADDRESSES]
+    parsed = sorted((ipaddress.ip_address(ip) for ip in ips), key=lambda ip: ip.version)[:ANNOUNCED_ADDRESSES]
     four = b"".join(ip.packed for ip in parsed if ip.version == 4)
     six = b"".join(ip.packed for ip in parsed if ip.version == 6)
     said = {b"v": BEACON_VERSION, b"n": nonce.hex().encode(), b"p": b"%d" % port, b"4": four, b"6": six}
@@ -66,11 +66,11 @@ def read(key: bytes, properties: Mapping[bytes, bytes | None]) -> Announcement |
     if version != BEACON_VERSION or not (nonce and _HEX.fullmatch(nonce) and tag and _HEX.fullmatch(tag)):
         return None
     four, six = four or b"", six or b""
-    if port is None or not _PORT.fullmatch(port) or int(port) >= 1 << 16 or len(four) % 4 or len(six) % 16:
+    if port is None or not _PORT_TEXT.fullmatch(port) or int(port) >= 1 << 16 or len(four) % 4 or len(six) % 16:
         return None
     ips = [str(ipaddress.IPv4Address(four[at : at + 4])) for at in range(0, len(four), 4)]
     ips += [str(ipaddress.IPv6Address(six[at : at + 16])) for at in range(0, len(six), 16)]
-    if not 0 < len(ips) <= MOST_ADDRESSES:
+    if not 0 < len(ips) <= ANNOUNCED_ADDRESSES:
         return None
     random, given = bytes.fromhex(nonce.decode()), bytes.fromhex(tag.decode())
     is_ours = hmac.compare_digest(given, _tag(key, random, int(port), four, six))
@@ -92,4 +92,4 @@ def split_txt(text: bytes) -> dict[bytes, bytes | None]:
 def _tag(key: bytes, nonce: bytes, port: int, four: bytes, six: bytes) -> bytes:
     numbers = bytes((len(BEACON_VERSION),)) + BEACON_VERSION + nonce + port.to_bytes(2, "big")
     said = numbers + bytes((len(four),)) + four + bytes((len(six),)) + six
-    return hmac.digest(key, _LABEL + said, "sha256")[:BEACON_TAG_BYTES]
+    return hmac.digest(key, _TAG_LABEL + said, "sha256")[:BEACON_TAG_BYTES]

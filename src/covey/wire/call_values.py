@@ -17,22 +17,21 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from covey.base.arithmetic import DTYPES, dtype_code
+from covey.base.arithmetic import BOOL_CODE, DTYPES, dtype_code
 from covey.base.errors import CallRefusedError, ConfigError, CoveyError, RemoteProtocolError
 from covey.base.text import printable, spell_error
-from covey.wire.calls import PARTS_LIMIT
-from covey.wire.message_header import MAX_NDIM, array_bytes
+from covey.wire.calls import CALL_PARTS_LIMIT
+from covey.wire.message_header import MAX_MESSAGE_NDIM, array_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 PART_BYTES: Final = 32 * 1024
 """Arrays from this size on are not copied into the body."""
-_ARRAY: Final = 1
+_ARRAY_CODE: Final = 1
 _PART: Final = 2
 _REFERENCE: Final = 3
-_PLAIN, _SCALAR, _TENSOR = 0, 1, 2
-_BOOL_CODE: Final = dtype_code(np.dtype(bool))
+_PLAIN_ARRAY, _NUMPY_SCALAR, _TENSOR = 0, 1, 2
 _TYPE_NAME_LIMIT: Final = 100
 Bytes: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, np.dtype[np.uint8]]"
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -70,9 +69,9 @@ class Converter(Protocol):
 def _to_extension(parts: list[Any], converter: Converter, value: Any) -> Ext:
     """Return what stands in the body for a value that msgspec does not know; add the memory of a large array."""
     if isinstance(value, np.ndarray):
-        return _pack_array(parts, value.view(np.ndarray) if type(value) is not np.ndarray else value, _PLAIN)
+        return _pack_array(parts, value.view(np.ndarray) if type(value) is not np.ndarray else value, _PLAIN_ARRAY)
     if isinstance(value, np.generic):
-        return _pack_array(parts, np.asarray(value), _SCALAR)
+        return _pack_array(parts, np.asarray(value), _NUMPY_SCALAR)
     found = converter.to_wire(value)
     if isinstance(found, Reference):
         name = printable(found.type_name, _TYPE_NAME_LIMIT).encode()
@@ -87,12 +86,12 @@ def _to_extension(parts: list[Any], converter: Converter, value: Any) -> Ext:
 
 def _pack_array(parts: list[Any], array: Array, form: int) -> Ext:
     code = dtype_code(array.dtype.newbyteorder("="))
-    if array.ndim > MAX_NDIM:
-        raise TypeError(f"cannot send an array of {array.ndim} dimensions (at most {MAX_NDIM})")
+    if array.ndim > MAX_MESSAGE_NDIM:
+        raise TypeError(f"cannot send an array of {array.ndim} dimensions (at most {MAX_MESSAGE_NDIM})")
     array = np.ascontiguousarray(array.astype(DTYPES[code], copy=False)).reshape(array.shape)
     prefix = struct.pack(f"<BBB{array.ndim}Q", form, code, array.ndim, *array.shape)
-    if array.nbytes < PART_BYTES or len(parts) >= PARTS_LIMIT:
-        return Ext(_ARRAY, prefix + array.tobytes())
+    if array.nbytes < PART_BYTES or len(parts) >= CALL_PARTS_LIMIT:
+        return Ext(_ARRAY_CODE, prefix + array.tobytes())
     parts.append(memoryview(array.reshape(-1).view(np.uint8)))
     return Ext(_PART, prefix + struct.pack("<I", len(parts) - 1))
 
@@ -126,11 +125,17 @@ def _extension(code: int, data: memoryview) -> Any:
         if whose not in (0, 1) or not 0 < number < 1 << 60:
             raise NotAValueError("not a reference")
         return converter.reference(Reference(bool(whose), number, name))
-    if code not in (_ARRAY, _PART) or len(data) < 3:
+    if code not in (_ARRAY_CODE, _PART) or len(data) < 3:
         raise NotAValueError(f"not a value of a call: extension {code} of {len(data)} bytes")
     form, dtype, ndim = data[0], data[1], data[2]
     start = 3 + 8 * ndim
-    if form > _TENSOR or dtype >= len(DTYPES) or ndim > MAX_NDIM or len(data) < start or (form == _SCALAR and ndim):
+    if (
+        form > _TENSOR
+        or dtype >= len(DTYPES)
+        or ndim > MAX_MESSAGE_NDIM
+        or len(data) < start
+        or (form == _NUMPY_SCALAR and ndim)
+    ):
         raise NotAValueError(f"not an array: form {form}, dtype code {dtype}, {ndim} dimensions")
     shape = struct.unpack_from(f"<{ndim}Q", data, 3)
     elements: Any = np.frombuffer(data[start:], np.uint8)
@@ -138,12 +143,12 @@ def _extension(code: int, data: memoryview) -> Any:
         elements = _take_part(parts, bytes(data[start:]))
     if array_bytes(dtype, shape) != len(elements):
         raise NotAValueError(f"{len(elements)} bytes cannot be {DTYPES[dtype]} of shape {shape}")
-    if dtype == _BOOL_CODE:  # other bytes than 0 and 1 would make bools that are neither true nor false
+    if dtype == BOOL_CODE:  # other bytes than 0 and 1 would make bools that are neither true nor false
         elements = elements.astype(bool)
-    elif code == _ARRAY:
+    elif code == _ARRAY_CODE:
         elements = elements.copy()  # writable, and aligned
     array = elements.view(DTYPES[dtype]).reshape(shape)
-    if form == _SCALAR:
+    if form == _NUMPY_SCALAR:
         return DTYPES[dtype].type(array[()])
     return converter.tensor(array) if form == _TENSOR else array
 

@@ -16,9 +16,9 @@ import msgspec
 from covey.base.errors import RemoteProtocolError
 from covey.wire.messages import Story, Text, Worded
 
-INLINE_BYTES: Final = 48 * 1024
+CALL_INLINE_BYTES: Final = 48 * 1024
 """A payload of up to this many bytes is in the message itself, which is below the 64 KiB of a message sent at once."""
-PARTS_LIMIT: Final = 2048
+CALL_PARTS_LIMIT: Final = 2048
 """Parts of one payload."""
 PART_LIMIT: Final = 1 << 46
 """Bytes of one part, as far as the format is concerned; the receiver has a limit for their sum."""
@@ -37,9 +37,9 @@ Remaining = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 """Seconds that are left: clocks of different machines are never compared."""
 PartSize = Annotated[int, msgspec.Meta(ge=0, le=PART_LIMIT)]
 Inline = Annotated[
-    tuple[Annotated[bytes, msgspec.Meta(max_length=INLINE_BYTES)], ...], msgspec.Meta(max_length=PARTS_LIMIT)
+    tuple[Annotated[bytes, msgspec.Meta(max_length=CALL_INLINE_BYTES)], ...], msgspec.Meta(max_length=CALL_PARTS_LIMIT)
 ]
-Sizes = Annotated[tuple[PartSize, ...], msgspec.Meta(max_length=PARTS_LIMIT)]
+Sizes = Annotated[tuple[PartSize, ...], msgspec.Meta(max_length=CALL_PARTS_LIMIT)]
 
 RAISED: Final = 1
 """The function raised."""
@@ -147,4 +147,4 @@ def decode_call_message(data: bytes) -> CallMessage:
 def payload_of(parts: list[bytes]) -> CallPayload:
     """Return the payload of a message: the parts themselves if they are small, else their sizes."""
     sizes = tuple(map(len, parts))
-    return CallPayload(sizes=sizes) if sum(sizes) > INLINE_BYTES else CallPayload(inline=tuple(map(bytes, parts)))
+    return CallPayload(sizes=sizes) if sum(sizes) > CALL_INLINE_BYTES else CallPayload(inline=tuple(map(bytes, parts)))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from msgspec.msgpack import Decoder
 
 
-LENGTH: Final = struct.Struct("<I")
+FRAME_LENGTH: Final = struct.Struct("<I")
 HANDSHAKE_LIMIT: Final = 4096
 """Bytes accepted in a frame from an end that has not proved that it knows the token."""
 CONTROL_LIMIT: Final = 4 << 20
@@ -31,7 +31,7 @@ CONTROL_LIMIT: Final = 4 << 20
 
 def frame(body: bytes) -> bytes:
     """Return `body` with its length in front."""
-    return LENGTH.pack(len(body)) + body
+    return FRAME_LENGTH.pack(len(body)) + body
 
 
 class Framer:
@@ -49,19 +49,19 @@ class Framer:
         """
         self._buffer += data
         frames = []
-        while len(self._buffer) >= LENGTH.size:
+        while len(self._buffer) >= FRAME_LENGTH.size:
             length = frame_length(self._buffer, self._limit)
-            end = LENGTH.size + length
+            end = FRAME_LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            frames.append(bytes(self._buffer[LENGTH.size : end]))
+            frames.append(bytes(self._buffer[FRAME_LENGTH.size : end]))
             del self._buffer[:end]
         return frames
 
 
 def frame_length(start: bytes | bytearray, limit: int) -> int:
     """Return the length that a frame's first bytes announce; raise RemoteProtocolError above `limit`."""
-    length: int = LENGTH.unpack_from(start)[0]
+    length: int = FRAME_LENGTH.unpack_from(start)[0]
     if length > limit:
         raise RemoteProtocolError(f"a frame of {length} bytes was announced; the limit is {limit}")
     return length

@@ -34,7 +34,7 @@ from covey.base.errors import AuthError
 CHALLENGE_BYTES: Final = 16
 BOUND_BYTES: Final = 15
 DOOR_ANSWER_BYTES: Final = 1 + BOUND_BYTES + 32
-_LABEL: Final = b"covey/1/door"
+_DOOR_LABEL: Final = b"covey/1/door"
 
 
 class Purpose(enum.IntEnum):
@@ -62,13 +62,13 @@ def answer(key: bytes, challenge: bytes, purpose: Purpose, bound: bytes) -> byte
     """Return the dialler's answer to a challenge; `bound` comes from `bind`, or is random."""
     assert len(bound) == BOUND_BYTES
     said = bytes((purpose,)) + bound
-    return said + hmac.digest(key, _LABEL + challenge + said, "sha256")
+    return said + hmac.digest(key, _DOOR_LABEL + challenge + said, "sha256")
 
 
 def check(key: bytes, challenge: bytes, given: bytes) -> Purpose:
     """Return the purpose in an answer; raise AuthError unless it proves the key for this challenge."""
     said, proof = given[: 1 + BOUND_BYTES], given[1 + BOUND_BYTES :]
-    if not hmac.compare_digest(proof, hmac.digest(key, _LABEL + challenge + said, "sha256")):
+    if not hmac.compare_digest(proof, hmac.digest(key, _DOOR_LABEL + challenge + said, "sha256")):
         raise AuthError("refused a connection that does not have this cluster's key")
     try:
         return Purpose(said[0])

@@ -19,8 +19,8 @@ CHANGE_PENDING: Final = 1
 FLAGS_AT: Final = 12
 HEADER_SUFFIX: Final = struct.Struct("<QQQ8x")
 """Sequence, move and payload bytes."""
-HEADER_BYTES: Final = HEADER_PREFIX.size + HEADER_SUFFIX.size
-assert HEADER_BYTES == 64
+TRANSFER_HEADER_BYTES: Final = HEADER_PREFIX.size + HEADER_SUFFIX.size
+assert TRANSFER_HEADER_BYTES == 64
 SMALL_BYTES: Final = 2048
 """A payload up to this size travels in one sealed record with its header."""
 
@@ -54,8 +54,8 @@ def flagged(prefix: bytes) -> bytes:
 
 def unpack(data: bytes | bytearray | memoryview) -> TransferHeader:
     """Parse a header; raise RemoteProtocolError if it is not one."""
-    if len(data) != HEADER_BYTES:
-        raise RemoteProtocolError(f"a transfer header has {HEADER_BYTES} bytes, not {len(data)}")
+    if len(data) != TRANSFER_HEADER_BYTES:
+        raise RemoteProtocolError(f"a transfer header has {TRANSFER_HEADER_BYTES} bytes, not {len(data)}")
     magic, *fields = HEADER_PREFIX.unpack_from(data)
     if magic != MAGIC:
         raise RemoteProtocolError(f"not a transfer header: it starts with {magic!r}")

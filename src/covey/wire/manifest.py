@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from covey.base.arithmetic import DTYPES, dtype_code
+from covey.base.arithmetic import BYTE_CODE, DTYPES
 from covey.base.errors import RemoteProtocolError
-from covey.wire.message_header import MAX_BYTES, MAX_NDIM, array_bytes
+from covey.wire.message_header import MAX_BYTES, MAX_MESSAGE_NDIM, array_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import numpy as np
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -37,7 +38,6 @@ FAILURE_LIMIT: Final = 1000
 MANIFEST_BYTES: Final = 32 << 20
 """The longest encoded manifest; the tags of a terabyte take 2 MiB."""
 _NONCE: Final = bytes(12)
-_BYTE: Final = dtype_code(np.dtype(np.uint8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,13 @@ class ManifestEntry:
         name = repr(self.name[:NAME_SHOWN])
         if len(self.name) > ENTRY_NAME_LIMIT or not self.name.isprintable():
             raise RemoteProtocolError(f"{name} is not a name: names have up to {ENTRY_NAME_LIMIT} printable characters")
-        if not 0 <= self.dtype_code < len(DTYPES) or len(self.shape) > MAX_NDIM or min(self.shape, default=0) < 0:
+        if (
+            not 0 <= self.dtype_code < len(DTYPES)
+            or len(self.shape) > MAX_MESSAGE_NDIM
+            or min(self.shape, default=0) < 0
+        ):
             raise RemoteProtocolError(f"{name} is not an array: dtype {self.dtype_code}, {len(self.shape)} dimensions")
-        if not self.is_array and (self.dtype_code != _BYTE or len(self.shape) != 1):
+        if not self.is_array and (self.dtype_code != BYTE_CODE or len(self.shape) != 1):
             raise RemoteProtocolError(f"{name} is not an encoded value: dtype {self.dtype_code}, shape {self.shape}")
         count = -(-self.nbytes // STATE_CHUNK_BYTES)
         if len(self.tags) != count * STATE_TAG_BYTES:

@@ -48,19 +48,19 @@ ACK: Final = 6
 RESUME: Final = 7
 END: Final = 8
 
-MAX_NDIM: Final = 32
+MAX_MESSAGE_NDIM: Final = 32
 MAX_BYTES: Final = 2**63 - 1
 """The size of the largest possible array, and the limit of lengths on the wire."""
 
 _MAGIC: Final = 0xC0FE
 _VERSION: Final = 1
-_FIXED: Final = struct.Struct("<HBBBBBxqQQ")
-FIXED_BYTES: Final = _FIXED.size
+_FIXED_PART: Final = struct.Struct("<HBBBBBxqQQ")
+FIXED_BYTES: Final = _FIXED_PART.size
 """The length of a header without a shape."""
-_DIMS: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1))
+_DIMS: Final = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_MESSAGE_NDIM + 1))
 
 
-pack_small: Final = functools.partial(_FIXED.pack, _MAGIC, _VERSION, EAGER, True, 0, 0)
+pack_small: Final = functools.partial(_FIXED_PART.pack, _MAGIC, _VERSION, EAGER, True, 0, 0)
 """`pack_small(tag, message_id, payload_bytes)` is what `encode` returns for a small message that is an object."""
 
 
@@ -81,7 +81,7 @@ def encode(header: MessageHeader) -> bytes:
     """Return the header's bytes."""
     kind, message_id, payload_bytes, tag, is_object, dtype_code, shape = header
     ndim = len(shape)
-    fixed = _FIXED.pack(_MAGIC, _VERSION, kind, is_object, dtype_code, ndim, tag, message_id, payload_bytes)
+    fixed = _FIXED_PART.pack(_MAGIC, _VERSION, kind, is_object, dtype_code, ndim, tag, message_id, payload_bytes)
     return fixed + _DIMS[ndim].pack(*shape) if ndim else fixed
 
 
@@ -91,20 +91,22 @@ def decode(data: bytes | bytearray | memoryview, start: int, stop: int) -> tuple
     Raises:
         RemoteProtocolError: the bytes are not a header; raised as soon as the fixed part has arrived.
     """
-    if stop - start < _FIXED.size:
+    if stop - start < _FIXED_PART.size:
         return None
-    magic, version, kind, content, dtype_code, ndim, tag, message_id, payload_bytes = _FIXED.unpack_from(data, start)
+    magic, version, kind, content, dtype_code, ndim, tag, message_id, payload_bytes = _FIXED_PART.unpack_from(
+        data, start
+    )
     if magic != _MAGIC or version != _VERSION:
         raise RemoteProtocolError(f"not a message header: magic {magic:#06x}, version {version}")
-    if not EAGER <= kind <= END or content > 1 or dtype_code >= len(DTYPES) or ndim > MAX_NDIM:
+    if not EAGER <= kind <= END or content > 1 or dtype_code >= len(DTYPES) or ndim > MAX_MESSAGE_NDIM:
         raise RemoteProtocolError(f"invalid message header: {kind=} {content=} {dtype_code=} {ndim=}")
     announces = kind <= RTS
     if payload_bytes > MAX_BYTES or tag < 0 or (not announces and (tag or content or dtype_code or ndim)):
         raise RemoteProtocolError(f"invalid message header: {kind=} {tag=} {content=} {ndim=} {payload_bytes=}")
-    end = start + _FIXED.size + 8 * ndim
+    end = start + _FIXED_PART.size + 8 * ndim
     if stop < end:
         return None
-    shape = _DIMS[ndim].unpack_from(data, start + _FIXED.size) if ndim else ()
+    shape = _DIMS[ndim].unpack_from(data, start + _FIXED_PART.size) if ndim else ()
     if content:
         if ndim or dtype_code:
             raise RemoteProtocolError("an object message that claims a dtype or a shape")
@@ -143,8 +145,8 @@ def pack_arrays(arrays: Sequence[Array]) -> Array:
         raise ConfigError(f"a message of {len(arrays)} arrays; it may have up to {MAX_ARRAYS}")
     parts = [_LIST_HEAD.pack(ARRAYS_FORM, len(arrays))]
     for array in arrays:
-        if array.ndim > MAX_NDIM:
-            raise ConfigError(f"an array of {array.ndim} dimensions; covey sends up to {MAX_NDIM}")
+        if array.ndim > MAX_MESSAGE_NDIM:
+            raise ConfigError(f"an array of {array.ndim} dimensions; covey sends up to {MAX_MESSAGE_NDIM}")
         parts += [_ENTRY.pack(dtype_code(array.dtype), array.ndim), struct.pack(f"<{array.ndim}Q", *array.shape)]
     head = b"".join(parts)
     starts, end = [], len(head)
@@ -181,7 +183,7 @@ def unpack_arrays(data: Array) -> list[Array]:
             raise RemoteProtocolError("a list of arrays that is cut off")
         code, ndim = _ENTRY.unpack_from(view, at)
         at += _ENTRY.size
-        if code >= len(DTYPES) or ndim > MAX_NDIM or at + 8 * ndim > data.size:
+        if code >= len(DTYPES) or ndim > MAX_MESSAGE_NDIM or at + 8 * ndim > data.size:
             raise RemoteProtocolError(f"no array has dtype {code} and {ndim} dimensions")
         shapes.append((code, struct.unpack_from(f"<{ndim}Q", view, at)))
         at += 8 * ndim

@@ -33,12 +33,12 @@ VERSION: Final = OURS.oldest
 ADDRESSES_LIMIT: Final = 16
 """Addresses of one node."""
 CARDS_LIMIT: Final = 1000
-ABOUT_LIMIT: Final = 8192
+QUESTION_LIMIT: Final = 8192
 """Bytes of what an asker says with a question."""
 """Cards in one message. If they have many addresses, fewer fit into a frame."""
 RANKS_LIMIT: Final = 4096
 """Ranks that one message names."""
-FOUND_LIMIT: Final = 256
+TOLD_CALLS_LIMIT: Final = 256
 """Calls of other ranks that a rank tells the others of when a rank is lost."""
 CHARTER_LIMIT: Final = 2000
 """Nodes in each list of a charter: both lists fit into a frame."""
@@ -295,7 +295,7 @@ class Revoke(Worded, frozen=True, array_like=True, tag=10):
     """The ranks that caused it, lost or late, in the group's numbering."""
     calls: Annotated[tuple[CallRun, ...], msgspec.Meta(max_length=64)] = ()
     """With a loss: the sender's last calls, in the order of their sequences."""
-    found: Annotated[tuple[FoundCall, ...], msgspec.Meta(max_length=FOUND_LIMIT)] = ()
+    found: Annotated[tuple[FoundCall, ...], msgspec.Meta(max_length=TOLD_CALLS_LIMIT)] = ()
     """With a loss: what the sender's lanes show of the calls of other ranks."""
 
 
@@ -653,7 +653,7 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=32):
     that its ranks have measured; `progress`, `reports` and `readings` (`wire.progress`); or `output` of the run's
     processes on its machine, if it was told to share that."""
     page: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
-    about: Annotated[bytes, msgspec.Meta(max_length=ABOUT_LIMIT)] = b""
+    about: Annotated[bytes, msgspec.Meta(max_length=QUESTION_LIMIT)] = b""
     """What is known already: for `output` an encoded `wire.reports.OutputKnown`."""
 
 

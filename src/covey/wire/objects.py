@@ -19,22 +19,21 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from covey.base.arithmetic import DTYPES, dtype_code
+from covey.base.arithmetic import BOOL_CODE, DTYPES, dtype_code
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
-from covey.wire.message_header import MAX_NDIM, array_bytes
+from covey.wire.message_header import MAX_MESSAGE_NDIM, array_bytes
 
-_PLAIN: Final = b"\x01"
+_PLAIN_FORM: Final = b"\x01"
 _PICKLED: Final = b"\x02"
 _FAILED: Final = b"\x03"
 
-_ARRAY: Final = 1
-_SCALAR: Final = 2
+_ARRAY_EXTENSION: Final = 1
+_SCALAR_EXTENSION: Final = 2
 
 _TIMESTAMP: Final = re.compile(rb"[\xd6\xd7]\xff|\xc7\x0c\xff", re.DOTALL)
 """The first bytes of times in msgpack. msgspec decodes them, although `encode` never makes one."""
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, bytearray, memoryview, np.ndarray})
-_BOOL_CODE: Final = dtype_code(np.dtype(bool))
 
 
 def encode(value: Any, *, type: Any = None, allow_pickle: bool = False) -> bytes:
@@ -54,7 +53,7 @@ def encode(value: Any, *, type: Any = None, allow_pickle: bool = False) -> bytes
         try:
             if type is None:
                 _check(value)
-            return _PLAIN + msgspec.msgpack.encode(value, enc_hook=_to_extension)
+            return _PLAIN_FORM + msgspec.msgpack.encode(value, enc_hook=_to_extension)
         except (OverflowError, ValueError) as error:  # big ints, lone surrogates, arrays beyond 4 GiB
             raise _refusal(str(error)) from error
         except RecursionError as error:
@@ -96,7 +95,7 @@ def decode(data: bytes | bytearray | memoryview, *, type: Any = None, allow_pick
     """
     check_allowed(allow_pickle)
     form, body = bytes(data[:1]), memoryview(data)[1:]
-    if form == _PLAIN:
+    if form == _PLAIN_FORM:
         return _decode_plain(body, type)
     if form == _FAILED:
         raise TypeError(str(body, "utf-8", "replace"))
@@ -159,28 +158,28 @@ def _to_extension(value: Any) -> Ext:
         code = dtype_code(array.dtype.newbyteorder("="))
     except TypeError as error:
         raise _refusal(f"numpy values of {array.dtype!r}") from error
-    if array.ndim > MAX_NDIM:
-        raise _refusal(f"an array of {array.ndim} dimensions (at most {MAX_NDIM})")
+    if array.ndim > MAX_MESSAGE_NDIM:
+        raise _refusal(f"an array of {array.ndim} dimensions (at most {MAX_MESSAGE_NDIM})")
     array = array.astype(DTYPES[code], copy=False)
     prefix = struct.pack(f"<BB{array.ndim}Q", code, array.ndim, *array.shape)
-    return Ext(_ARRAY if isinstance(value, np.ndarray) else _SCALAR, prefix + array.tobytes())
+    return Ext(_ARRAY_EXTENSION if isinstance(value, np.ndarray) else _SCALAR_EXTENSION, prefix + array.tobytes())
 
 
 def _from_extension(extension: int, data: memoryview) -> Any:
-    if extension not in (_ARRAY, _SCALAR) or len(data) < 2:
+    if extension not in (_ARRAY_EXTENSION, _SCALAR_EXTENSION) or len(data) < 2:
         raise RemoteProtocolError(f"not an array: extension {extension} of {len(data)} bytes")
     code, ndim = data[0], data[1]
     start = 2 + 8 * ndim
-    if code >= len(DTYPES) or ndim > MAX_NDIM or len(data) < start or (extension == _SCALAR and ndim):
+    if code >= len(DTYPES) or ndim > MAX_MESSAGE_NDIM or len(data) < start or (extension == _SCALAR_EXTENSION and ndim):
         raise RemoteProtocolError(f"not an array: dtype code {code}, {ndim} dimensions, {len(data)} bytes")
     shape = struct.unpack_from(f"<{ndim}Q", data, 2)
     if array_bytes(code, shape) != len(data) - start:
         raise RemoteProtocolError(f"{len(data) - start} bytes cannot be {DTYPES[code]} of shape {shape}")
-    if code == _BOOL_CODE:  # other bytes than 0 and 1 would make bools that are neither true nor false
+    if code == BOOL_CODE:  # other bytes than 0 and 1 would make bools that are neither true nor false
         array = np.frombuffer(data[start:], np.uint8).astype(bool).reshape(shape)
     else:
         array = np.frombuffer(data[start:], DTYPES[code]).reshape(shape).copy()
-    return array if extension == _ARRAY else DTYPES[code].type(array[()])
+    return array if extension == _ARRAY_EXTENSION else DTYPES[code].type(array[()])
 
 
 def _refusal(what: str) -> TypeError:

@@ -42,7 +42,7 @@ PAIRING_LIMIT: Final = 4096
 PAIRING_NONCE_BYTES: Final = 16
 CODE_DIGITS: Final = 6
 JOIN_CODE_LIMIT: Final = 1000
-_LABEL: Final = b"covey/1/pairing"
+_PAIRING_LABEL: Final = b"covey/1/pairing"
 
 PairingSide = Literal["applicant", "inviter"]
 RefusalKind = Literal["later", "wrong-code", "no-code", "refused", "versions"]
@@ -191,7 +191,7 @@ class PairingKeys:
     def words(self, side: PairingSide) -> bytes:
         """Return what the machine key of this side signs: that it takes part in this exchange."""
         said = b"".join(half.packed() for half in self._halves.values())
-        return pake.joined(_LABEL, side.encode()) + hashlib.sha512(said).digest()
+        return pake.joined(_PAIRING_LABEL, side.encode()) + hashlib.sha512(said).digest()
 
     def seal(self, side: PairingSide, kind: type[PairingMessage], content: bytes) -> bytes:
         """Return content that only the other end can read, from this side; one for each kind of message."""
@@ -205,7 +205,7 @@ class PairingKeys:
             raise AuthError("what the other end has sealed was altered") from None
 
     def _cipher(self, side: PairingSide, kind: type[PairingMessage]) -> AESGCM:
-        info = pake.joined(_LABEL, side.encode(), kind.__name__.encode())
+        info = pake.joined(_PAIRING_LABEL, side.encode(), kind.__name__.encode())
         return AESGCM(HKDF(algorithm=SHA256(), length=32, salt=self._session, info=info).derive(self._key))
 
 
@@ -213,7 +213,7 @@ def exchange_for(
     code: str, hello: PairingHello, request_nonce: bytes, applicant: bytes, random: Callable[[int], bytes]
 ) -> pake.CodeExchange:
     """Return one end of the exchange of an applicant, named by its key, with the sender of a hello."""
-    channel = pake.joined(_LABEL, applicant, hello.machine)
+    channel = pake.joined(_PAIRING_LABEL, applicant, hello.machine)
     return pake.CodeExchange(code.encode(), channel, hello.nonce + request_nonce, random=random)
 
 

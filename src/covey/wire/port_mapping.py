@@ -18,10 +18,10 @@ PCP_NONCE_BYTES: Final = 12
 PCP_DATAGRAM_BYTES: Final = 1100
 """Of a datagram of PCP."""
 _PCP, _PMP = 2, 0
-_ANSWER: Final = 0x80
+_ANSWER_BIT: Final = 0x80
 _MAP: Final = 1
 _PMP_ADDRESS, _PMP_TCP = 0, 2
-_TCP: Final = 6
+_MAPPED_TCP: Final = 6
 _PCP_HEAD: Final = struct.Struct(">BBxBII12x")
 _PCP_MAP: Final = struct.Struct(">12sB3xHH16s")
 _PMP_HEAD: Final = struct.Struct(">BBHI")
@@ -84,7 +84,7 @@ GatewayAnswer = PcpMapping | PmpMapping | PmpAddress | PmpRefusal
 def ask_pcp(client: str, nonce: bytes, port: int, wanted: int, lifetime: int) -> bytes:
     """Return a request for TCP connections to `wanted`, or another port; a lifetime of 0 ends the mapping."""
     head = struct.pack(">BBxxI", _PCP, _MAP, lifetime) + _sixteen(client)
-    return head + _PCP_MAP.pack(nonce, _TCP, port, wanted, _sixteen("0.0.0.0"))
+    return head + _PCP_MAP.pack(nonce, _MAPPED_TCP, port, wanted, _sixteen("0.0.0.0"))
 
 
 def ask_pmp(port: int, wanted: int, lifetime: int) -> bytes:
@@ -105,11 +105,11 @@ def read_answer(data: bytes) -> GatewayAnswer:
         raise RemoteProtocolError(f"no answer of a router: {len(data)} bytes")
     _, kind, result, _ = _PMP_HEAD.unpack_from(data)
     body = data[_PMP_HEAD.size :]
-    if kind == _ANSWER | _PMP_ADDRESS and len(body) >= 4:
+    if kind == _ANSWER_BIT | _PMP_ADDRESS and len(body) >= 4:
         return PmpAddress(result, str(ipaddress.IPv4Address(body[:4])))
-    if kind == _ANSWER | _PMP_TCP and len(body) >= _PMP_MAP.size:
+    if kind == _ANSWER_BIT | _PMP_TCP and len(body) >= _PMP_MAP.size:
         return PmpMapping(result, *_PMP_MAP.unpack_from(body))
-    if kind & _ANSWER and result:
+    if kind & _ANSWER_BIT and result:
         return PmpRefusal(result)
     raise RemoteProtocolError(f"no answer of a router: kind {kind} and {len(data)} bytes")
 
@@ -119,7 +119,7 @@ def _read_pcp(data: bytes) -> PcpMapping:
         raise RemoteProtocolError(f"no answer of a router: {len(data)} bytes of PCP")
     _, kind, result, lifetime, _ = _PCP_HEAD.unpack_from(data)
     nonce, protocol, internal, external, packed = _PCP_MAP.unpack_from(data, _PCP_HEAD.size)
-    if kind != _ANSWER | _MAP or protocol != _TCP:
+    if kind != _ANSWER_BIT | _MAP or protocol != _MAPPED_TCP:
         raise RemoteProtocolError(f"no answer of a router: kind {kind} and protocol {protocol} of PCP")
     six = ipaddress.IPv6Address(packed)
     return PcpMapping(result, lifetime, nonce, internal, external, str(six.ipv4_mapped or six))

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 BYTES_LIMIT: Final = 2000
 """Of one answer of a rank about its progress."""
-GROUPS_LIMIT: Final = 4
+PROGRESS_GROUPS_LIMIT: Final = 4
 """Groups of one process: the largest ones."""
-PEERS_LIMIT: Final = 16
+PROGRESS_PEERS_LIMIT: Final = 16
 """Peers of one rank: those with the most traffic."""
 DOUBTS_LIMIT: Final = 8
-EVENTS_LIMIT: Final = 16
+PROGRESS_EVENTS_LIMIT: Final = 16
 ROWS_BYTES: Final = 200_000
 """Of one answer with rows of reports."""
 GPUS_LIMIT: Final = 16
@@ -138,7 +138,7 @@ class RankProgress(Worded, frozen=True, array_like=True):
     """The name of the machine."""
     version: Name
     """Of covey."""
-    groups: Annotated[tuple[GroupProgress, ...], msgspec.Meta(max_length=GROUPS_LIMIT)] = ()
+    groups: Annotated[tuple[GroupProgress, ...], msgspec.Meta(max_length=PROGRESS_GROUPS_LIMIT)] = ()
     codec: Name = ""
     """Of the last compressed operation."""
     codec_reason: Phrase = ""
@@ -149,10 +149,10 @@ class RankProgress(Worded, frozen=True, array_like=True):
     reported: Whole = 0
     """How often the program has reported."""
     doubts: Annotated[tuple[Doubt, ...], msgspec.Meta(max_length=DOUBTS_LIMIT)] = ()
-    peers: Annotated[tuple[PeerProgress, ...], msgspec.Meta(max_length=PEERS_LIMIT)] = ()
+    peers: Annotated[tuple[PeerProgress, ...], msgspec.Meta(max_length=PROGRESS_PEERS_LIMIT)] = ()
     next_event: Annotated[int, msgspec.Meta(ge=0, lt=NO_EVENTS)] = 0
     """The page of the question for events after those of this answer."""
-    events: Annotated[tuple[PastEvent, ...], msgspec.Meta(max_length=EVENTS_LIMIT)] = ()
+    events: Annotated[tuple[PastEvent, ...], msgspec.Meta(max_length=PROGRESS_EVENTS_LIMIT)] = ()
     program: Phrase = ""
     is_recovering: bool = False
     """Whether operations have not continued yet after a loss."""
@@ -201,7 +201,7 @@ def encode_progress(progress: RankProgress, events: list[PastEvent], first_event
         progress, data = shorter, encode(shorter)
     told: list[PastEvent] = []
     room = BYTES_LIMIT - len(data)
-    for event in events[:EVENTS_LIMIT]:
+    for event in events[:PROGRESS_EVENTS_LIMIT]:
         size = len(encode(event))
         if size > room and not told and size > BYTES_LIMIT // 2:  # it would never fit
             event = msgspec.structs.replace(event, text=event.text[:200], names=event.names[:4], ranks=event.ranks[:64])

@@ -29,8 +29,8 @@ PATH_NONCE_BYTES: Final = 16
 DIALLER_BYTES, DIALLER_LIMITS, ACCEPTOR_BYTES, ACCEPTOR_LIMITS = 2, 6, 3, 7
 """The streams of a connection: all lead in one direction."""
 
-_LONG, _FIXED, _INITIAL_MASK = 0x80, 0x40, 0x30
-_PROBE, _ANSWER = 0x01, 0x02
+_LONG, _FIXED_BIT, _INITIAL_MASK = 0x80, 0x40, 0x30
+_PROBE, _PATH_ANSWER = 0x01, 0x02
 _CODE_BYTES: Final = 16
 _TOKEN: Final = struct.Struct(f">Q{CID_BYTES}s{CID_BYTES}s")
 _LIMIT: Final = struct.Struct("<Q")
@@ -57,7 +57,7 @@ def is_proof(key: bytes, cid: bytes) -> bool:
 
 def destination_of(data: bytes) -> bytes:
     """Return the id of the connection that a datagram is for; b"" if it is none of QUIC."""
-    if not data or not data[0] & _FIXED:
+    if not data or not data[0] & _FIXED_BIT:
         return b""
     if not data[0] & _LONG:
         return data[1 : 1 + CID_BYTES] if len(data) > CID_BYTES else b""
@@ -67,7 +67,7 @@ def destination_of(data: bytes) -> bytes:
 
 def read_first(data: bytes) -> FirstPacket:
     """Read the Initial packet at the beginning of a datagram; RemoteProtocolError if there is none."""
-    if len(data) < INITIAL_BYTES or data[0] & (_LONG | _FIXED | _INITIAL_MASK) != _LONG | _FIXED:
+    if len(data) < INITIAL_BYTES or data[0] & (_LONG | _FIXED_BIT | _INITIAL_MASK) != _LONG | _FIXED_BIT:
         raise RemoteProtocolError("the datagram does not begin a connection")
     if int.from_bytes(data[1:5], "big") != VERSION_1:
         raise RemoteProtocolError("the datagram is of another version of QUIC")
@@ -117,17 +117,17 @@ def path_probe(key: bytes, nonce: bytes) -> bytes:
 def answer_path_probe(key: bytes, data: bytes) -> bytes:
     """Return the answer to a probe of a path, as long as the probe; b"" if the datagram is none with this key."""
     nonce = data[1 : 1 + PATH_NONCE_BYTES]
-    return _signed(key, _ANSWER, nonce) if hmac.compare_digest(data, _signed(key, _PROBE, nonce)) else b""
+    return _signed(key, _PATH_ANSWER, nonce) if hmac.compare_digest(data, _signed(key, _PROBE, nonce)) else b""
 
 
 def path_answer(key: bytes, nonce: bytes) -> bytes:
     """Return the answer that a probe with this nonce gets."""
-    return _signed(key, _ANSWER, nonce)
+    return _signed(key, _PATH_ANSWER, nonce)
 
 
 def is_about_path(data: bytes) -> bool:
     """Tell whether a datagram looks like a probe of a path, or like the answer: no datagram of QUIC does."""
-    return len(data) == 1 + PATH_NONCE_BYTES + _CODE_BYTES and data[0] in (_PROBE, _ANSWER)
+    return len(data) == 1 + PATH_NONCE_BYTES + _CODE_BYTES and data[0] in (_PROBE, _PATH_ANSWER)
 
 
 def _signed(key: bytes, kind: int, nonce: bytes) -> bytes:

@@ -42,8 +42,8 @@ RELAY_CHALLENGE_BYTES: Final = 32
 RELAY_ID_BYTES: Final = 16
 LISTED_TOKENS_LIMIT: Final = 256
 """Tokens that one message names; nodes of larger clusters hear of the others from each other."""
-_LABEL: Final = b"covey/1/relay"
-_REGISTER, _CALL = b"R", b"C"
+_RELAY_LABEL: Final = b"covey/1/relay"
+_REGISTER, _CALL_FORM = b"R", b"C"
 
 ClusterKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
@@ -227,9 +227,9 @@ def _registration(challenge: bytes, cluster: bytes, token: bytes, *, is_listed: 
 
 
 def _call(challenge: bytes, cluster: bytes, token: bytes) -> bytes:
-    return _begin(_CALL, challenge, cluster, token)
+    return _begin(_CALL_FORM, challenge, cluster, token)
 
 
 def _begin(kind: bytes, challenge: bytes, cluster: bytes, token: bytes) -> bytes:
     """Return the start of what is signed: every part has a fixed length or follows its length."""
-    return struct.pack(">I", len(_LABEL)) + _LABEL + kind + challenge + cluster + token
+    return struct.pack(">I", len(_RELAY_LABEL)) + _RELAY_LABEL + kind + challenge + cluster + token

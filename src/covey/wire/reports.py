@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 RECORDS_LIMIT: Final = 4096
 """Operations of one group."""
-GROUPS_LIMIT: Final = 64
+REPORTED_GROUPS_LIMIT: Final = 64
 """Groups of one process."""
 SAMPLES_LIMIT: Final = 10_000
 LABELS_LIMIT: Final = 8
@@ -22,7 +22,7 @@ TOLD_CHECKS_LIMIT: Final = 64
 """Checks of one process."""
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 encode = msgspec.msgpack.Encoder().encode
-EVENTS_LIMIT: Final = 100
+REPORTED_EVENTS_LIMIT: Final = 100
 """Events in one message: the latest ones."""
 EVENTS_BYTES_LIMIT: Final = 1 << 16
 """What a sender tells at most. Every member tells a newcomer, so that a long history would cost much."""
@@ -38,7 +38,7 @@ LOGS_LIMIT: Final = 257
 LOG_RECORDS_LIMIT: Final = 4096
 LOGS_BYTES: Final = 64 << 10
 """Of the output in one answer."""
-RECORD_LIMIT: Final = 16 << 10
+AUDIT_RECORD_LIMIT: Final = 16 << 10
 LogName = Annotated[str, msgspec.Meta(pattern=r"^(keeper|[0-9]{1,6})\Z")]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=NETWORK_LIMIT)]
 
@@ -92,14 +92,14 @@ class Flight(Worded, frozen=True, array_like=True):
     """When this was written down, on the monotonic clock."""
     offsets: Annotated[tuple[tuple[Whole, Seconds], ...], msgspec.Meta(max_length=RANKS_LIMIT)]
     """By seat: by how many seconds the clock of another process was measured to be ahead."""
-    groups: Annotated[tuple[FlownGroup, ...], msgspec.Meta(max_length=GROUPS_LIMIT)]
+    groups: Annotated[tuple[FlownGroup, ...], msgspec.Meta(max_length=REPORTED_GROUPS_LIMIT)]
     run_id: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     """Equal for processes of one run, and different for two runs of one name; empty if it is not known."""
 
 
 def joined(flights: Sequence[Flight]) -> Flight:
     """Return the groups of several answers of one process as one."""
-    groups = tuple(group for flight in flights for group in flight.groups)[:GROUPS_LIMIT]
+    groups = tuple(group for flight in flights for group in flight.groups)[:REPORTED_GROUPS_LIMIT]
     return msgspec.structs.replace(flights[0], groups=groups)
 
 
@@ -174,7 +174,7 @@ class PastEvent(Worded, frozen=True, array_like=True):
 class PastEvents(msgspec.Struct, frozen=True, array_like=True):
     """Events of a run, oldest first."""
 
-    events: Annotated[tuple[PastEvent, ...], msgspec.Meta(max_length=EVENTS_LIMIT)]
+    events: Annotated[tuple[PastEvent, ...], msgspec.Meta(max_length=REPORTED_EVENTS_LIMIT)]
 
 
 _past: msgspec.msgpack.Decoder[PastEvents] = msgspec.msgpack.Decoder(PastEvents)
@@ -184,7 +184,7 @@ def encode_past(events: list[PastEvent]) -> bytes:
     """Encode the latest of these events, as many as the limits allow."""
     kept: list[PastEvent] = []
     size = 0
-    for event in reversed(events[-EVENTS_LIMIT:]):
+    for event in reversed(events[-REPORTED_EVENTS_LIMIT:]):
         size += len(_encode(event))
         if size > EVENTS_BYTES_LIMIT:
             break
@@ -267,7 +267,7 @@ class ToldRecord(msgspec.Struct, frozen=True, array_like=True):
     at: Seconds
     """Since 1970, by the clock of its machine."""
     lines_before: Whole
-    data: Annotated[bytes, msgspec.Meta(max_length=RECORD_LIMIT)]
+    data: Annotated[bytes, msgspec.Meta(max_length=AUDIT_RECORD_LIMIT)]
 
 
 class ToldLog(msgspec.Struct, frozen=True, array_like=True):

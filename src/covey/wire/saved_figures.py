@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from covey.base.numbers import FASTEST, SLOWEST
 from covey.wire.decoding import check_packed
 from covey.wire.messages import Bytes, Ip, Name, NodeId  # noqa: TC001 - msgspec reads the annotations
 
@@ -13,8 +14,6 @@ FIGURES_FORMAT: Final = 1
 """The format of the file of figures."""
 MAX_FIGURES: Final = 2048
 """Figures that a machine keeps, of all its clusters together: the latest."""
-SLOWEST, FASTEST = 1e3, 1e12
-"""Bytes per second: no link is slower or faster."""
 LONGEST_TRIP: Final = 10.0
 """Seconds: no round trip is longer."""
 

@@ -31,7 +31,7 @@ RECORD_LENGTH: Final = struct.Struct("<I")
 SEAL_TAG_BYTES: Final = 16
 RECORD_OVERHEAD_BYTES: Final = RECORD_LENGTH.size + SEAL_TAG_BYTES
 """The bytes that a record adds to its plaintext."""
-RECORD_LIMIT: Final = 1 << 21
+SEALED_RECORD_LIMIT: Final = 1 << 21
 """The most plaintext in one record: large, because fewer calls and wake-ups outweigh the cache, and a multiple of every
 element's size. A reader needs no more memory than this, whatever a length field says."""
 FEW_STREAMS: Final = 2
@@ -81,10 +81,10 @@ def scope(lane: bytes, stream: int, direction: int) -> bytes:
 
 def record_limit(streams: int) -> int:
     """Return the most plaintext in one record of a lane with so many streams: the length of all but the last."""
-    return RECORD_LIMIT if streams <= FEW_STREAMS else SPREAD_RECORD_LIMIT
+    return SEALED_RECORD_LIMIT if streams <= FEW_STREAMS else SPREAD_RECORD_LIMIT
 
 
-def record_length(buffer: bytes | bytearray | memoryview, at: int = 0, limit: int = RECORD_LIMIT) -> int:
+def record_length(buffer: bytes | bytearray | memoryview, at: int = 0, limit: int = SEALED_RECORD_LIMIT) -> int:
     """Return the length of the plaintext of the record at `at`; raise ForgedError for an impossible length."""
     length: int = RECORD_LENGTH.unpack_from(buffer, at)[0] & ~NEXT_KEY
     if not 0 < length <= limit:
@@ -124,10 +124,10 @@ class Sealer(_Keyed):
         self._rekey_at = self._count
 
     def seal(self, data: Bytes, into: memoryview) -> int:
-        """Write the next record to the start of `into` and return its length; `data` has 1 to RECORD_LIMIT bytes."""
+        """Write the next record into `into` and return its length; `data` has 1 to SEALED_RECORD_LIMIT bytes."""
         length = len(data)
-        if not 0 < length <= RECORD_LIMIT:
-            raise ValueError(f"a record has 1 to {RECORD_LIMIT} bytes, not {length}")
+        if not 0 < length <= SEALED_RECORD_LIMIT:
+            raise ValueError(f"a record has 1 to {SEALED_RECORD_LIMIT} bytes, not {length}")
         if self._count == self._rekey_at:
             self._rekey()
             head = (length | NEXT_KEY).to_bytes(4, "little")

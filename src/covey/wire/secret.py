@@ -38,7 +38,7 @@ MAX_RELAYS: Final = 2
 HOST_LIMIT: Final = 64
 """Letters of a relay's host in a join code."""
 _BODY_LIMIT: Final = 255
-_PREFIX: Final = "covey1"
+_CODE_PREFIX: Final = "covey1"
 _ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 _LOOKALIKES: Final = str.maketrans("oil", "011")
 _OWNER: Final = 1
@@ -135,7 +135,7 @@ def encode_join_code(
     body = first + b"".join(packed) + last
     body += _checksum(body)
     text = _to_base32(bytes([len(body), len(body) ^ _LENGTH_MASK]) + body)
-    return "-".join([_PREFIX, *(text[at : at + 5] for at in range(0, len(text), 5))])
+    return "-".join([_CODE_PREFIX, *(text[at : at + 5] for at in range(0, len(text), 5))])
 
 
 def decode_join_code(text: str) -> JoinCode:
@@ -145,8 +145,8 @@ def decode_join_code(text: str) -> JoinCode:
         ConfigError: it is mistyped, incomplete, or no join code at all; the message says which.
     """
     if not looks_like_join_code(text):
-        raise ConfigError(f"this is not a join code: one begins with `{_PREFIX}-`, and `covey init` makes it")
-    letters = _plain(text)[len(_PREFIX) :]
+        raise ConfigError(f"this is not a join code: one begins with `{_CODE_PREFIX}-`, and `covey init` makes it")
+    letters = _plain(text)[len(_CODE_PREFIX) :]
     if not set(letters) <= set(_ALPHABET):
         strange = min(set(letters) - set(_ALPHABET))
         raise ConfigError(f"this join code has a typing error: {strange!r} is in none; {_COMPARE}")
@@ -168,7 +168,7 @@ def decode_join_code(text: str) -> JoinCode:
 
 def looks_like_join_code(text: str) -> bool:
     """Tell whether `text` starts as join codes do."""
-    return _plain(text).startswith(_PREFIX.translate(_LOOKALIKES))
+    return _plain(text).startswith(_CODE_PREFIX.translate(_LOOKALIKES))
 
 
 def _plain(text: str) -> str:

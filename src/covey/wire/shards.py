@@ -12,7 +12,7 @@ import msgspec
 
 from covey.base.errors import RemoteProtocolError
 from covey.wire.decoding import read_from_peer
-from covey.wire.message_header import MAX_BYTES, MAX_NDIM
+from covey.wire.message_header import MAX_BYTES, MAX_MESSAGE_NDIM
 from covey.wire.messages import MAX_MEMBERS
 
 ARRAYS_LIMIT: Final = 1 << 18
@@ -22,18 +22,18 @@ PIECES_LIMIT: Final = 1 << 20
 ARRAY_NAME_LIMIT: Final = 1000
 TREE_BYTES: Final = 16 << 20
 """The longest encoded structure: all of a state but its arrays."""
-CHUNK_BYTES: Final = 4 << 20
+SHARD_CHUNK_BYTES: Final = 4 << 20
 """A shard travels, and is checked, in chunks of this size."""
-DIGEST_BYTES: Final = 16
-MANIFEST_LIMIT: Final = 256 << 20
+CHUNK_DIGEST_BYTES: Final = 16
+SHARD_MANIFEST_LIMIT: Final = 256 << 20
 """The longest encoded manifest."""
-KEPT_LIMIT: Final = 1000
+TOLD_CHECKPOINTS_LIMIT: Final = 1000
 """Checkpoints of which one machine tells."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Text = Annotated[str, msgspec.Meta(max_length=ARRAY_NAME_LIMIT)]
 SaveId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z", min_length=16, max_length=16)]
-Dimensions = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_NDIM)]
+Dimensions = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_MESSAGE_NDIM)]
 
 
 class SavedArray(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +42,7 @@ class SavedArray(msgspec.Struct, frozen=True, array_like=True):
     name: Text
     dtype: Annotated[str, msgspec.Meta(max_length=20)]
     shape: Dimensions
-    axis: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_NDIM)] = -1
+    axis: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_MESSAGE_NDIM)] = -1
     """Along which it is split between ranks unless they ask for other parts; -1 if every rank has all of it."""
 
 
@@ -89,7 +89,7 @@ class CheckpointPart(msgspec.Struct, frozen=True, array_like=True):
     step: Number
     serial: Number = 0
     """0 if the machine has no manifest of it."""
-    digest: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
+    digest: Annotated[bytes, msgspec.Meta(max_length=CHUNK_DIGEST_BYTES)] = b""
     """Of the manifest; empty if there is none."""
     sizes: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
     """Bytes of each shard, by the manifest."""
@@ -105,7 +105,7 @@ class FolderReport(msgspec.Struct, frozen=True, array_like=True):
     host: Text
     """Equal for ranks on one machine."""
     host_name: Text
-    kept: Annotated[tuple[CheckpointPart, ...], msgspec.Meta(max_length=KEPT_LIMIT)] = ()
+    kept: Annotated[tuple[CheckpointPart, ...], msgspec.Meta(max_length=TOLD_CHECKPOINTS_LIMIT)] = ()
 
 
 _checkpoints: msgspec.msgpack.Decoder[SavedCheckpoint] = msgspec.msgpack.Decoder(SavedCheckpoint)
@@ -115,7 +115,7 @@ encode_saved_checkpoint = msgspec.msgpack.Encoder().encode
 def decode_saved_checkpoint(data: bytes) -> SavedCheckpoint:
     """Decode the manifest of a checkpoint; RemoteProtocolError for anything else."""
     saved = read_from_peer(_checkpoints, data, "the manifest of a checkpoint")
-    if any(-(-shard.nbytes // CHUNK_BYTES) * DIGEST_BYTES != len(shard.digests) for shard in saved.shards):
+    if any(-(-shard.nbytes // SHARD_CHUNK_BYTES) * CHUNK_DIGEST_BYTES != len(shard.digests) for shard in saved.shards):
         raise RemoteProtocolError("the manifest of a checkpoint has a shard whose digests do not fit its size")
     return saved
 
@@ -127,7 +127,7 @@ class StateArray(msgspec.Struct, frozen=True, array_like=True):
     dtype: Annotated[str, msgspec.Meta(max_length=20)]
     part: Dimensions
     """The shape of what it has."""
-    axis: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_NDIM)] = -1
+    axis: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_MESSAGE_NDIM)] = -1
     """As that of `SavedArray`."""
     shape: Dimensions = ()
     """Of the whole array; empty if it follows from the parts of all ranks."""

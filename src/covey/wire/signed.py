@@ -31,8 +31,8 @@ OWNER_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 _ROTATION: Final = b"covey/1/owner/rotation"
 _CHARTER: Final = b"covey/1/owner/charter"
-_NAMES: Final = b"covey/1/owner/names"
-_FILES: Final = b"covey/1/owner/files"
+_OWNER_NAMES_LABEL: Final = b"covey/1/owner/names"
+_OWNER_FILES_LABEL: Final = b"covey/1/owner/files"
 
 
 def rotation_words(cluster: str, serial: int, grace: int, new_key: bytes, old_key: bytes, recipient: bytes) -> bytes:
@@ -55,7 +55,7 @@ def names_words(cluster: str, charter: Charter) -> bytes:
     """Return the bytes that the owner signs to bind the names of the allowed machines of a charter to their keys."""
     pairs = zip(charter.allowed or (), charter.names, strict=False)
     packed = b"".join(_measured(machine) + _measured(name.encode()) for machine, name in pairs)
-    return _begin(_NAMES, cluster) + struct.pack(">Q", charter.serial) + _measured(packed)
+    return _begin(_OWNER_NAMES_LABEL, cluster) + struct.pack(">Q", charter.serial) + _measured(packed)
 
 
 def is_signed(owner: bytes, words: bytes, signature: bytes) -> bool:
@@ -82,7 +82,7 @@ def public_half(private: Ed25519PrivateKey) -> bytes:
 
 def files_tag(owner: bytes) -> str:
     """Return a name for the files of a cluster that does not change with its secret."""
-    return hashlib.sha256(_FILES + owner).hexdigest()[:32]
+    return hashlib.sha256(_OWNER_FILES_LABEL + owner).hexdigest()[:32]
 
 
 def _begin(label: bytes, cluster: str) -> bytes:
@@ -93,13 +93,13 @@ def _measured(data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + data
 
 
-_LABEL: Final = b"covey/1/machine"
+_MACHINE_LABEL: Final = b"covey/1/machine"
 _CERTIFICATE_LABEL: Final = b"covey/1/machine-certificate"
 
 
 def machine_words(node_id: bytes) -> bytes:
     """Return the bytes that the first key of a machine signs for another key."""
-    return _LABEL + node_id
+    return _MACHINE_LABEL + node_id
 
 
 def certificate_words(public: bytes) -> bytes:

@@ -29,7 +29,7 @@ SERVICES_LIMIT: Final = 4
 _MOST_DEPTH: Final = 32
 _MOST_URL: Final = 512
 _DEVICE: Final = "urn:schemas-upnp-org:device:InternetGatewayDevice:"
-_KINDS: Final = tuple(
+_SERVICE_KINDS: Final = tuple(
     f"urn:schemas-upnp-org:service:{kind}" for kind in ("WANIPConnection:2", "WANIPConnection:1", "WANPPPConnection:1")
 )
 """Services that map ports, in the order in which they are asked."""
@@ -135,14 +135,14 @@ def read_description(data: bytes, at: RouterUrl) -> list[UpnpService]:
             kind = control = ""
     found, elsewhere = [], ""
     for kind, control in named:
-        if kind in _KINDS and control:
+        if kind in _SERVICE_KINDS and control:
             try:
                 found.append(UpnpService(kind, _joined(_own_url(base, at.ip), control)))
             except RemoteProtocolError as error:
                 elsewhere = f": {error}"
     if not found:
         raise RemoteProtocolError(f"the description of the router has no service that maps ports{elsewhere}")
-    return sorted(found, key=lambda service: _KINDS.index(service.kind))[:SERVICES_LIMIT]
+    return sorted(found, key=lambda service: _SERVICE_KINDS.index(service.kind))[:SERVICES_LIMIT]
 
 
 def read_reply(data: bytes, name: str) -> UpnpReply:

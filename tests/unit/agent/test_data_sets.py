@@ -86,7 +86,7 @@ def test_a_list_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_sets, "DATA_FILES_LIMIT", 2)
     with pytest.raises(ConfigError, match="may have 2 files and 1 TiB; pack small files into archives"):
         DataManifest([a_file(name, b"") for name in "abc"])
-    monkeypatch.setattr(data_sets, "MANIFEST_LIMIT", 10)
+    monkeypatch.setattr(data_sets, "DATA_MANIFEST_LIMIT", 10)
     with pytest.raises(ConfigError, match="too long for one data set"):
         DataManifest([a_file("a", b"")])
 

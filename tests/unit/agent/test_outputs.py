@@ -10,7 +10,7 @@ from covey.agent import outputs
 from covey.agent.outputs import OutputLog
 from covey.agent.requests import OUTPUT_CHUNK_BYTES
 from covey.base.errors import ConfigError
-from covey.net.host.saved_output import HEADER_BYTES
+from covey.net.host.saved_output import LOG_HEADER_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_reader_that_falls_behind_is_told_how_much_it_missed(tmp_path: Path, m
     monkeypatch.setattr(outputs, "LOG_BYTES", 4000)
     log = OutputLog(tmp_path)
     for number in range(200):
-        log.append(1, (b"%d" % number).zfill(100 - HEADER_BYTES))  # with its header, 100 bytes
+        log.append(1, (b"%d" % number).zfill(100 - LOG_HEADER_BYTES))  # with its header, 100 bytes
     records, missing = read_all(log)
     assert [int(data) for _, data in records] == list(range(160, 200))
     assert missing == 160 * 100

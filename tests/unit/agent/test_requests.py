@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.in_turn import in_turn
 
-from covey.agent.requests import DEPTH_LIMIT, PathSet, check_path
+from covey.agent.requests import FOLDERS_DEEP, PathSet, check_path
 from covey.base.errors import ConfigError
 
 GOOD = ["train.py", "a/b/c.py", ".hidden", "with space.txt", "größe.py", "日本.txt", "a..b", "..a/b", "-x", "~/x"]
@@ -30,7 +30,7 @@ BAD = {
     "drive": "C:/x",
     "long name": "x" * 256,
     "long path": "/".join(["x" * 200] * 6),
-    "deep": "/".join(["x"] * (DEPTH_LIMIT + 1)),
+    "deep": "/".join(["x"] * (FOLDERS_DEEP + 1)),
 }
 
 

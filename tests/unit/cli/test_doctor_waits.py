@@ -312,9 +312,9 @@ def test_an_error_that_covey_does_not_know_gets_no_guessed_cure() -> None:
 
 @in_turn(kind=Obstacle)
 def test_every_obstacle_has_a_cure(kind: Obstacle) -> None:
-    from covey.cli.doctor.finding import _SIGNS
+    from covey.cli.doctor.finding import _OBSTACLE_SIGNS
 
-    sign = next(iter(_SIGNS.get(kind, ("?",))))
+    sign = next(iter(_OBSTACLE_SIGNS.get(kind, ("?",))))
     assert obstacle(sign) is kind
     assert cure(sign, "10.0.0.9", "home")
 

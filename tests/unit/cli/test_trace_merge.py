@@ -10,9 +10,10 @@ import pytest
 
 from covey.base.numbers import OPERATIONS
 from covey.cli.trace.command import latest_of, read_latest, report
-from covey.cli.trace.merge import FAILED, RETURNED, RUNNING, chrome_trace, clock_offsets, merge
+from covey.cli.trace.merge import chrome_trace, clock_offsets, merge
 from covey.runtime.keeper.flights import collect
 from covey.runtime.metrics import flight as files
+from covey.runtime.recorder import FAILED, RETURNED, RUNNING
 from covey.wire import messages
 from covey.wire.reports import Flight, FlownGroup, FlownOperation, decode_flight, encode
 
@@ -124,7 +125,7 @@ def test_files_come_back_as_they_were_and_the_oldest_are_removed(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COVEY_HOME", f"{tmp_path}/home")
-    monkeypatch.setattr(files, "FILES_LIMIT", 4)
+    monkeypatch.setattr(files, "FLIGHT_FILES_LIMIT", 4)
     for number in range(6):
         made = flight(number % 3, operation(number, 10, 20))
         path = files.path_for(made)

@@ -35,6 +35,7 @@ from covey.lab.chaos import faults
 from covey.net.discovery import responder
 from covey.net.host import runs, saved_figures, tcp
 from covey.net.keys import clusters
+from covey.net.lanes import lane
 from covey.net.quic import line
 from covey.plan import choose, cost, fit, measurement, network, order, trees
 from covey.proto import call_inquiries, evidence, health, message_link, overlay, relay_trips
@@ -153,9 +154,9 @@ HELD = {
     ),
     "docs/design.md": (
         f"{spelled(words('docs/design.md').count('## Walk: '))} walks through them",
-        f"under the messenger's lock | after {driving_thread.IDLE_SECONDS:g} idle seconds",
+        f"under the messenger's lock | after {driving_thread.IDLE_DRIVER_SECONDS:g} idle seconds",
         f"functions that other nodes call, up to {SET.call_handlers} at a time",
-        f"what the program likes | after {handlers.IDLE_SECONDS:g} idle seconds",
+        f"what the program likes | after {handlers.IDLE_HANDLER_SECONDS:g} idle seconds",
         f"answers up to {http_server.CONNECTIONS} of them at a time",
         f"lets it wait while {outgoing.CALLS_LIMIT} calls to that node are open",
         f"Rings are {size(SET.ring_bytes)} per direction until a process has "
@@ -165,8 +166,7 @@ HELD = {
         f"reduce in segments of {size(SET.cached_segment_bytes)} through shared memory",
         f"Two ranks, and sockets, use {size(SET.segment_bytes)}",
         f"sealed and opened in chunks of {size(in_source('native/sealed.c', 'CHUNK_BYTES'))}",
-        f"look again ({native_executor.SPIN_NS // 1000} us, with a core for each rank), yield "
-        f"({native_executor.YIELD_NS // 1000} us), sleep",
+        f"look again ({lane.SPIN_NS // 1000} us, with a core for each rank), yield ({lane.YIELD_NS // 1000} us), sleep",
         f"of up to {size(native_executor.SHORT_BYTES)}, is a single call of the extension",
         f"It looks for {in_source('native/runner.c', 'LOOK_NS') // 1000} us with the GIL held",
         f"the last {recorder.RECORDS} operations in a ring",
@@ -200,8 +200,8 @@ HELD = {
         f"one deadline and {size(upnp.MOST_DOCUMENT_BYTES)}",
         f"each node sends a new one every {every(responder.RENEW_SECONDS)}",
         f"read the cluster's file every {every(rules.WATCH_SECONDS)}",
-        f"the control loop looks {times(1 / sending_limit.DIVIDE_SECONDS)} a second",
-        f"the peers that send to it, {times(1 / receiving_limit.DIVIDE_SECONDS)} a second",
+        f"the control loop looks {times(1 / sending_limit.SENDING_DIVIDE_SECONDS)} a second",
+        f"the peers that send to it, {times(1 / receiving_limit.RECEIVING_DIVIDE_SECONDS)} a second",
         f"if it has changed by {spelled(receiving_limit.WORTH_TELLING)}",
         f"{percent(sending_limit.PAYLOAD_SHARE)} is what is divided",
         f"asks the kernel {times(1 / packet_losses.LOSS_SAMPLE_EVERY)} a second how many packets",
@@ -210,12 +210,12 @@ HELD = {
         f"{seal.STRIPE_NUMBER.size} bytes tell the receiver its place",
         f"or has timed out {times(tcp.SUSPECT_TIMEOUTS)}; the receiver",
         f"carried the whole transfer, or {size(in_source('native/striped.c', 'AHEAD_BYTES'))} of it",
-        f"{size(stripes.TRIAL_BYTES)} reaches {spelled(stripes.LEAST_SHARE)} of what the lane does. After "
+        f"{size(path_monitor.TRIAL_BYTES)} reaches {spelled(stripes.LEAST_NETWORK_SHARE)} of what the lane does. After "
         f"{size(stripes.JUDGED_BYTES)} the striped lane must do {spelled(trials.CLEAR_GAIN - 1)} more",
         f"{spelled(stream_choice.LOOKS).capitalize()} speeds against all before",
         f"Each of {spelled(stream_choice.LOOKS)} speeds must be {spelled(trials.CLEAR_GAIN - 1)} above the best of the "
         f"last {spelled(stream_choice.REMEMBERED)}",
-        f"With records of {size(seal.RECORD_LIMIT)}, all streams but one waited",
+        f"With records of {size(seal.SEALED_RECORD_LIMIT)}, all streams but one waited",
         f"With records of {size(seal.SPREAD_RECORD_LIMIT)} they moved",
         f"Lanes with one or {spelled(seal.FEW_STREAMS)} streams",
         f"does not need {settings.STREAMS_LIMIT} descriptors",
@@ -223,7 +223,7 @@ HELD = {
         f"lost after {SILENCES.host_silence:g} s (`Silences`",
         f"is lost after {SILENCES.process_silence:g} s, or after {evidence.VOUCHED + SILENCES.process_silence:g} s",
         f"Rank 0 listens {spelled(environment.PORT_OFFSET)} port above MASTER_PORT",
-        f"checked by comparing {header.HEADER_BYTES} bytes",
+        f"checked by comparing {header.TRANSFER_HEADER_BYTES} bytes",
         f"below 2^-{8 * manifest.STATE_TAG_BYTES + 1 - (manifest.STATE_CHUNK_BYTES // 16).bit_length()}",
         f"an ACK for every {size(message_link.ACK_BATCH)}",
         f"A message above {size(SET.eager_bytes)} can be handed over",
@@ -243,7 +243,7 @@ HELD = {
         f"The {lineage.LINEAGE_BYTES}-byte name of one run",
         f"its last {recorder.RECORDS} operations in a ring",
         f"a run of more than {overlay.FULL_UP_TO} nodes rest",
-        f"after a header of {header.HEADER_BYTES} bytes",
+        f"after a header of {header.TRANSFER_HEADER_BYTES} bytes",
     ),
     "docs/concepts/health.md": (
         f"after {spelled(SILENCES.heartbeat)} a second of silence ({spelled(evidence.ASK_VOUCHED)} seconds",
@@ -257,12 +257,12 @@ HELD = {
         f"{SILENCES.process_silence:g} s",
         f"suspect after {SILENCES.suspect_least:g} s plus the usual round trip and four times its deviation, at most "
         f"after {SILENCES.suspect_most:g} s. After a wrong suspicion the limit stays at {SILENCES.suspect_most:g} s",
-        f"looks every {process_table.LOOK_EVERY:g} s, and every {ms(process_table.LOOK_CLOSELY_EVERY)} while",
+        f"looks every {process_table.PROCESSES_EVERY:g} s, and every {ms(process_table.LOOK_CLOSELY_EVERY)} while",
         f"The peer has {spelled(need.RELINK)} second to be linked again",
         f"nothing follows from it for {spelled(losses.UNLINKED_SECONDS)} seconds",
         f"can be opened, ends after {SILENCES.process_silence + losses.UNLINKED_SECONDS:g} s",
         f"{spelled(tcp.STUCK_TIMEOUTS)} retransmissions in a row failed, and nothing was acknowledged for "
-        f"{spelled(tcp.STUCK_SECONDS)} seconds",
+        f"{spelled(tcp.STUCK_SENDER_SECONDS)} seconds",
         f"packets of {sockets.PACKET_LIMITS[0]} bytes, and then of {sockets.PACKET_LIMITS[1]}. Links send packets of "
         f"{sockets.LINK_PACKET_BYTES} bytes at most",
         f"after {spelled(health.SLEPT)} seconds or more it restarts all its timers",
@@ -282,7 +282,7 @@ HELD = {
         f"at most {percent(fit.RING_SLACK - 1)} slower",
         f"authenticated with AES-{8 * seal.SEAL_KEY_BYTES}-GCM",
         f"directly from the ring, at most {size(in_source('native/ring.c', 'PIECE_BYTES'))} at a time",
-        f"begins with a header of {header.HEADER_BYTES} bytes",
+        f"begins with a header of {header.TRANSFER_HEADER_BYTES} bytes",
         f"a rank that has waited for {trouble.ANNOUNCE_SECONDS:g} s asks",
     ),
     "docs/concepts/membership.md": (
@@ -324,7 +324,7 @@ HELD = {
         f"in `sync_gradients`, arrays of less than {size(policy.SMALLEST_BYTES)} are sent as they are",
         f"have a scale for each block of {quantisers.BLOCK} elements",
         f"for arrays of less than {size(policy.SMALLEST_BYTES)}, it chooses none",
-        f"{spelled(automatic.PLAIN_CALLS)} calls are sent as they are and timed",
+        f"{spelled(planner.TIMED_PLAIN_CALLS)} calls are sent as they are and timed",
         f"within the first {spelled(automatic.REVIEWS[-1])} calls",
         f"repeated after {automatic.REVIEW} calls",
         f"The default, {choice.Auto.max_error:g}, allows",
@@ -335,8 +335,8 @@ HELD = {
         f"not heard for {spelled(coordinator.WORKER_SILENCE / 60)} a minute",
     ),
     "docs/guides/elastic.md": (
-        f"stops the other ranks after a {every(keeper.FAILURE_GRACE)}, unless",
-        f"`timeout` (default {spelled(generations.WAIT_SECONDS / 60)} minutes)",
+        f"stops the other ranks after a {every(keeper.RANK_FAILURE_GRACE)}, unless",
+        f"`timeout` (default {spelled(generations.MEMBERS_WAIT_SECONDS / 60)} minutes)",
         f"waits {keeper.RESTARTS.first:g} s before the first restart, and twice as long before each further one, up to "
         f"{keeper.RESTARTS.most:g} s",
         f"restarted within {local_keeper.REFOUND_OLD_SECONDS:g} s does the run continue",
@@ -356,9 +356,9 @@ HELD = {
         f"a run needs at least {spelled(run.MIN_HOSTS)} machines to begin",
         f"within a {every(environment.CLUSTER_JOIN_SECONDS)} of each other",
         f"`doctor` explains within {spelled(math.ceil(doctor.DEADLINE_SECONDS))} seconds",
-        f"(the first node takes {settings.PORTS[0]})",
-        f"from {settings.PORTS[0]} to {settings.PORTS[-1]} (`COVEY_PORT`",
-        f"`ufw allow {settings.PORTS[0]}:{settings.PORTS[-1]}/tcp`",
+        f"(the first node takes {settings.NODE_PORTS[0]})",
+        f"from {settings.NODE_PORTS[0]} to {settings.NODE_PORTS[-1]} (`COVEY_PORT`",
+        f"`ufw allow {settings.NODE_PORTS[0]}:{settings.NODE_PORTS[-1]}/tcp`",
         f"# listens at port {settings.RELAY_PORT};",
         f"It listens at port {settings.RELAY_PORT} as well",
         f"which is tried again every {every(better_ways.SEEK_SECONDS)}",
@@ -368,7 +368,8 @@ HELD = {
         f"Each stream takes {pairs.turns_in(terms.PAIR_SECONDS)[1]:g} s",
         f"median of up to {pairs.PINGS} small messages",
         f"takes over {network_session.SLOW_SECONDS:g} s is timed once",
-        f"green from {spelled(report.FAST_SHARE).replace('half', 'a half')}, yellow from {spelled(report.SLOW_SHARE)}",
+        f"green from {spelled(report.FAST_SHARE).replace('half', 'a half')}, "
+        f"yellow from {spelled(report.SLOW_LINK_SHARE)}",
         f"more than {terms.PAIR_SECONDS:g} s, for links",
         f"Up to {spelled(terms.ALONE_UP_TO)} ranks, one pair is measured at a time, which takes "
         f"{math.comb(terms.ALONE_UP_TO, 2) * terms.PAIR_SECONDS:.0f} s for {spelled(terms.ALONE_UP_TO)}. With "
@@ -378,7 +379,7 @@ HELD = {
         f"of the last {every(samples.WINDOW_NS / 1e9)}, or since",
         f"since the first of the last {recorder.RECORDS} operations",
         f"Every rank remembers the last {recorder.RECORDS} operations",
-        f"The newest {flight.FILES_LIMIT} files are kept",
+        f"The newest {flight.FLIGHT_FILES_LIMIT} files are kept",
         f"from the remembered operations {times(1 / spans.EVERY_SECONDS)} a second",
         f"more than {recorder.RECORDS} operations of a group end within a second, there are spans of the last "
         f"{recorder.RECORDS}",
@@ -400,14 +401,15 @@ HELD = {
         f"of which {size(choose.PLANNED_BYTES)} or more travels",
         f"arrays below {size(choose.PLANNED_BYTES)} and `topk`",
         f"arrays of more than {size(SET.doubling_bytes)} (`doubling_bytes`)",
-        f"tried with {size(stripes.TRIAL_BYTES)} each",
-        f"at least {spelled(stripes.LEAST_SHARE)} of what the lane does becomes part",
+        f"tried with {size(path_monitor.TRIAL_BYTES)} each",
+        f"at least {spelled(stripes.LEAST_NETWORK_SHARE)} of what the lane does becomes part",
         f"After {size(stripes.JUDGED_BYTES)} the lane must be at least {spelled(trials.CLEAR_GAIN - 1)} faster",
         f"begins with {lane_kinds.STREAMS_BY_ROUND_TRIP[0][1]} or {lane_kinds.HELPED_STREAMS} below a round trip of "
         f"{ms(lane_kinds.STREAMS_BY_ROUND_TRIP[0][0])}, {lane_kinds.STREAMS_BY_ROUND_TRIP[1][1]} below "
         f"{ms(lane_kinds.STREAMS_BY_ROUND_TRIP[1][0])}, and {lane_kinds.STREAMS_FAR} from there on",
-        f"round trip is {ms(stream_trials.FAR_SECONDS)} or longer, a lane that is sending for "
-        f"{spelled(stream_choice.LEAST_SHARE)} of the time or more tries {times(stream_choice.GROWTH)} as many, up to "
+        f"round trip is {ms(stream_trials.FAR_ROUND_TRIP)} or longer, a lane that is sending for "
+        f"{spelled(stream_choice.LEAST_SENDING_SHARE)} of the time or more tries "
+        f"{times(stream_choice.GROWTH)} as many, up to "
         f"{settings.STREAMS_LIMIT}",
         f"if {spelled(stream_choice.LOOKS)} measurements in a row",
         f"are all at least {spelled(trials.CLEAR_GAIN - 1)} faster",
@@ -423,7 +425,7 @@ HELD = {
     ),
     "docs/guides/observing.md": (
         f"by rank: {names(STATES[:-1])} or `{STATES[-1]}`, since when",
-        f"from the members, up to {reports.EVENTS_LIMIT}.",
+        f"from the members, up to {reports.REPORTED_EVENTS_LIMIT}.",
         f"begins with the last {spelled(events.KEPT)} events",
         f"Keys have up to {store.KEY_LIMIT:,} characters, values up to {size(store.VALUE_LIMIT)}, and there is room "
         f"for {size(store_rules.STORE_BYTES_LIMIT)} in all",
@@ -434,29 +436,29 @@ HELD = {
         f"A run has up to {numbers.MAX_MEMBERS:,} ranks with",
         f"open groups up to {group_limits.OPEN_RANKS:,} ranks in all: {group_limits.OPEN_RANKS // numbers.MAX_MEMBERS} "
         f"groups of {numbers.MAX_MEMBERS:,}",
-        f"| {settings.PORTS[0]} to {settings.PORTS[-1]} | TCP |",
-        f"| {responder._PORT} | UDP, multicast |",
+        f"| {settings.NODE_PORTS[0]} to {settings.NODE_PORTS[-1]} | TCP |",
+        f"| {responder._MDNS_PORT} | UDP, multicast |",
         f"`MASTER_PORT` + {environment.PORT_OFFSET} ({environment.MASTER_PORT + environment.PORT_OFFSET}) | TCP",
         f"| {settings.RELAY_PORT} | TCP | `covey relay`",
         f"valid for {spelled(clusters.GRACE / 60)} minutes (`--grace",
     ),
     "docs/guides/pytorch.md": (
         f"up to {store_rules.STORE_ENTRIES_LIMIT} entries of {size(store_rules.STORE_BYTES_LIMIT)} in total",
-        f"tensors over {size(in_source('torch/backend/devices.py', 'PIECE_BYTES'))} are sent in pieces",
+        f"tensors over {size(in_source('torch/backend/devices.py', 'DEVICE_PIECE_BYTES'))} are sent in pieces",
     ),
     "docs/guides/running.md": (
         f"# force a kind of lane: {', '.join(LANES[:-1])} or {LANES[-1]}",
         f"again every {spelled(output_descriptor.RETRY_SECONDS)} seconds",
         f"once the folder is a {every(runs.YOUNG_FOLDER_SECONDS)} old",
         f"(default {environment.MASTER_PORT})",
-        f"default {environment.JOIN_SECONDS / 60:g} minutes)",
+        f"default {environment.LAUNCH_JOIN_SECONDS / 60:g} minutes)",
         f"Rank 0 listens at `MASTER_PORT + {environment.PORT_OFFSET}`",
     ),
     "docs/guides/services.md": (
         f"one of the last {checkpoint.IDS_LIMIT} checkpoints",
         f"It needs {spelled(len(Strategy.__abstractmethods__))} things: "
         f"{names([name for name in vars(Strategy) if name in Strategy.__abstractmethods__][:-1])} and `shutdown`",
-        f"takes more than {spelled(checks.CHECK_SECONDS)} seconds has failed",
+        f"takes more than {spelled(checks.READINESS_CHECK_SECONDS)} seconds has failed",
         f"Calls that have begun get {spelled(shutdown.CALLS_SECONDS)} seconds",
         f"with a deadline ({spelled(shutdown.CLOSER_SECONDS)} seconds, or `timeout=`)",
         f"gives its ranks {supervisor.SIGNAL_GRACE:g} seconds after SIGTERM",
@@ -472,11 +474,11 @@ HELD = {
         f"the last {size(outputs.LOG_BYTES)} of each program",
         f"and SIGKILL {supervisor.SIGNAL_GRACE:g} seconds later",
         f"Turns of each side, {spelled(ddp.STEPS)} steps each",
-        f"one if it takes over {spelled(bench_compress.LONG_SECONDS)} seconds",
+        f"one if it takes over {spelled(bench_compress.MEASURED_ONCE_SECONDS)} seconds",
     ),
     "docs/reference/settings.md": (
         f"under `covey run`, on at least {run.MIN_HOSTS} machines",
-        f"Under a launcher, the default is {environment.JOIN_SECONDS:g}",
+        f"Under a launcher, the default is {environment.LAUNCH_JOIN_SECONDS:g}",
         f"`auto` is `kregular` for more than {overlay.FULL_UP_TO} nodes",
         f"After {spelled(SILENCES.suspect_least / SILENCES.heartbeat)} times that, a peer is suspected",
         f"After the first {size(lane_kinds.LARGE_RINGS_TOTAL_BYTES)} of a process, lanes get at most "
@@ -528,7 +530,7 @@ def test_a_table_lists_what_the_code_has(page: str, head: str) -> None:
 
 def test_the_events_and_the_verdicts_are_named() -> None:
     told = words("docs/guides/observing.md").partition("Events tell what happens to a run:")[2].partition("```")[0]
-    assert set(events.KINDS) <= set(re.findall(r"`(\w+)`", told))
+    assert set(events.EVENT_KINDS) <= set(re.findall(r"`(\w+)`", told))
     verdicts = words("docs/glossary.md").partition("when a member was lost: ")[2].partition(".")[0]
     assert set(re.findall(r"[A-Z]+", verdicts)) == {fate.name for fate in membership.Fate}
 

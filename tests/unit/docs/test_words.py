@@ -92,8 +92,6 @@ REMAINING = frozenset(
 """Names that are still to be changed. `python -m tests.unit.docs.test_words` prints those that may be struck off."""
 
 SHARED = {
-    "Mesh": "the public grid of ranks, as torch's `DeviceMesh`, and the links of a node to all others",
-    "Node": "the public `Node`, the one of the runtime that it stands on, and a node in the picture of `covey status`",
     "Standing": "two messages, of formation and of checkpoints: recorded messages name their types",
 }
 """Class names that are defined more than once, and why."""

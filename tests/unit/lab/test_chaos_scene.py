@@ -63,7 +63,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_started(monkeypatch: pyt
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    (tmp_path / orders.FOLDER).mkdir()
+    (tmp_path / orders.ORDERS_FOLDER).mkdir()
     return str(tmp_path)
 
 

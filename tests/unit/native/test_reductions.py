@@ -12,7 +12,7 @@ from tests.support.compiled import needs_compiler, needs_native, shared_library
 from tests.support.in_turn import in_turn
 
 from covey.base.arithmetic import BFLOAT16, DTYPES, OPS, reduction
-from covey.plan.moves import FINAL, LEFT, REDUCE
+from covey.plan.moves import FINAL, LEFT_OPERAND, REDUCE
 from covey.runtime.collectives.executor import apply
 from covey.runtime.collectives.native_executor import native_reduction
 
@@ -51,7 +51,7 @@ def _is_allowed(op: str, dtype: np.dtype[Any]) -> bool:
 
 def in_python(op: str, mine: Array, piece: Array, *, is_left: bool, divides: bool, contributors: int) -> None:
     """Combine as the Python executor does when `piece` has arrived; `is_left` tells that it is the left operand."""
-    action = REDUCE | (LEFT if is_left else 0) | (FINAL if divides else 0)
+    action = REDUCE | (LEFT_OPERAND if is_left else 0) | (FINAL if divides else 0)
     apply(action, mine, piece, reduction(op, mine.dtype), contributors)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.support.sets import first
 
-from covey.plan.moves import LEFT, REDUCE, Plan
+from covey.plan.moves import LEFT_OPERAND, REDUCE, Plan
 
 if TYPE_CHECKING:
     import random
@@ -113,7 +113,7 @@ def run(plans: Sequence[Plan], memory: list[list[list[str]]], rng: random.Random
         recv = plans[rank].recvs[applied[rank]]
         own = memory[rank][recv.buffer]
         for element, value in enumerate(lanes[recv.peer, rank].pop(0), recv.start):
-            left, right = (value, own[element]) if recv.action & LEFT else (own[element], value)
+            left, right = (value, own[element]) if recv.action & LEFT_OPERAND else (own[element], value)
             own[element] = f"({left} {right})" if recv.action & REDUCE else value
         applied[rank] += 1
 

@@ -13,7 +13,7 @@ from tests.unit.plan.cases import StuckError, each_rank, run
 from covey.base.errors import ConfigError
 from covey.plan import check, direct, doubling, ring, trees
 from covey.plan.check import PlanError
-from covey.plan.moves import FINAL, LEFT, REDUCE, STORE, Plan, Recv, Send
+from covey.plan.moves import FINAL, LEFT_OPERAND, REDUCE, STORE, Plan, Recv, Send
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -119,7 +119,7 @@ def reduced_not_stored(plans: Sequence[Plan]) -> Iterator[list[Plan]]:
 
 
 def operands_swapped(plans: Sequence[Plan]) -> Iterator[list[Plan]]:
-    return action_changed(plans, lambda action: action ^ LEFT if action & REDUCE else action)
+    return action_changed(plans, lambda action: action ^ LEFT_OPERAND if action & REDUCE else action)
 
 
 def doubled(plans: Sequence[Plan]) -> Iterator[list[Plan]]:
@@ -210,7 +210,7 @@ def test_operands_swapped_on_one_rank_only_are_refused_where_several_ranks_compu
         for index, recv in enumerate(plan.recvs):
             if recv.action & FINAL:
                 with pytest.raises(PlanError, match="another order"):
-                    check.all_reduce(with_move(plans, rank, "recvs", index, action=recv.action ^ LEFT), COUNT)
+                    check.all_reduce(with_move(plans, rank, "recvs", index, action=recv.action ^ LEFT_OPERAND), COUNT)
 
 
 @each_subject
@@ -260,7 +260,7 @@ def test_a_move_that_makes_no_sense_is_refused(send: Send, reason: str) -> None:
         check.broadcast([Plan((send,)), Plan((), (Recv(0, 0, 0, 1),))], 0, 3)
 
 
-@pytest.mark.parametrize("action", [LEFT, FINAL, LEFT | FINAL, 8, -1])
+@pytest.mark.parametrize("action", [LEFT_OPERAND, FINAL, LEFT_OPERAND | FINAL, 8, -1])
 def test_flags_without_a_reduction_are_refused(action: int) -> None:
     with pytest.raises(PlanError, match="no action"):
         check.broadcast([Plan((Send(1, 0, 0, 3),)), Plan((), (Recv(0, 0, 0, 3, action),))], 0, 3)

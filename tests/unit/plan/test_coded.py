@@ -8,7 +8,7 @@ from tests.unit.plan.networks import MBIT, NETWORKS, random_network, uneven
 from covey.plan import check, choose
 from covey.plan.coded import CodedArray, coded, coded_plan_of, fit_coded
 from covey.plan.cost import CodecPace
-from covey.plan.fit import PLAIN
+from covey.plan.fit import PLAIN_PLAN
 from covey.plan.network import Network, uniform
 
 SIZES = choose.DEFAULT_PLAN_SIZES
@@ -31,9 +31,9 @@ def test_every_plan_reduces_everything_and_encodes_each_range_once(network: Netw
 def test_uneven_links_get_an_order_and_shares_and_equal_ones_keep_their_plan() -> None:
     first, *others = fit_coded(uneven(1000, 100, 1000, 300), LARGE, FAST, SIZES)
     assert first.fitted.shares[1] == max(first.fitted.shares)
-    plain = next(each for each in others if each.why == PLAIN)
+    plain = next(each for each in others if each.why == PLAIN_PLAN)
     assert first.fitted.seconds * 1.3 < plain.fitted.seconds
-    assert fit_coded(uniform(4, 1000 * MBIT), LARGE, FAST, SIZES)[0].why == PLAIN
+    assert fit_coded(uniform(4, 1000 * MBIT), LARGE, FAST, SIZES)[0].why == PLAIN_PLAN
 
 
 def test_a_codec_that_is_slower_than_the_links_makes_all_plans_slower() -> None:

@@ -73,7 +73,7 @@ def test_uneven_networks_come_near_the_bound(name: str, gain: float) -> None:
 def test_on_any_network_the_chosen_plan_takes_the_predicted_time_and_no_longer_than_the_plain_one(seed: int) -> None:
     network = random_network(3 + seed % 9, seed)
     found = fit.fit(network, MIB // 4, 4, DEFAULT_PLAN_SIZES)
-    plain = next(each.fitted for each in found if each.why == fit.PLAIN)
+    plain = next(each.fitted for each in found if each.why == fit.PLAIN_PLAN)
     time = simulated(plans_of(found[0].fitted, network, MIB), network, 4)
     assert found[0].fitted.seconds == pytest.approx(time, rel=0.25)
     assert time <= 1.03 * simulated(plans_of(plain, network, MIB), network, 4)

@@ -9,7 +9,7 @@ from tests.unit.plan.networks import MBIT, NETWORKS, random_network, small_sizes
 
 from covey.lab.network_simulation import simulated
 from covey.plan import check, choose
-from covey.plan.fit import PLAIN, Fitted, fit, plan_of
+from covey.plan.fit import PLAIN_PLAN, Fitted, fit, plan_of
 from covey.plan.moves import first_writes
 from covey.plan.network import Network, uniform
 
@@ -48,13 +48,13 @@ def test_ranks_of_one_host_get_the_plan_for_shared_memory() -> None:
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 def test_small_arrays_on_near_hosts_keep_their_plan(network: Network) -> None:
-    assert fit(network, 16, 4, DEFAULT)[0].why == PLAIN
+    assert fit(network, 16, 4, DEFAULT)[0].why == PLAIN_PLAN
 
 
 def test_small_arrays_between_distant_sites_cross_once() -> None:
     network = two_sites((0, 1, 1, 0, 1, 0, 0), round_trip=0.05)
     first, *others = fit(network, 16, 4, DEFAULT)
-    plain = next(each for each in others if each.why == PLAIN)
+    plain = next(each for each in others if each.why == PLAIN_PLAN)
     assert plain.fitted.algorithm == "doubling"
     assert first.fitted.seconds < 0.055 < 0.07 < plain.fitted.seconds
 
@@ -80,9 +80,9 @@ def test_equal_links_between_distant_hosts_get_the_plan_that_the_simulator_finds
     def taken(fitted: Fitted) -> float:
         return simulated([plan_of(fitted, rank, size, count, 4, DEFAULT) for rank in range(size)], network, 4)
 
-    plain = next(each for each in (first, *others) if each.why == PLAIN)
+    plain = next(each for each in (first, *others) if each.why == PLAIN_PLAN)
     assert plain.fitted.algorithm == "ring"
-    assert (first.why != PLAIN) == ((size, kib) != (5, 8192))
+    assert (first.why != PLAIN_PLAN) == ((size, kib) != (5, 8192))
     real = taken(first.fitted)
     assert real == pytest.approx(first.fitted.seconds, rel=0.25)
     assert real <= (1.05 if size < 4 else 1.0) * taken(plain.fitted)
@@ -96,5 +96,5 @@ def test_many_distant_hosts_get_few_rounds_for_medium_arrays_and_few_bytes_for_l
 
 
 def test_equal_links_between_hosts_that_are_near_keep_their_plan() -> None:
-    assert fit(uniform(8, 100 * MBIT, round_trip=1.9e-3), 1 << 18, 4, DEFAULT)[0].why == PLAIN
-    assert fit(uniform(8, 100 * MBIT, round_trip=2.1e-2), 1 << 18, 4, DEFAULT)[0].why != PLAIN
+    assert fit(uniform(8, 100 * MBIT, round_trip=1.9e-3), 1 << 18, 4, DEFAULT)[0].why == PLAIN_PLAN
+    assert fit(uniform(8, 100 * MBIT, round_trip=2.1e-2), 1 << 18, 4, DEFAULT)[0].why != PLAIN_PLAN

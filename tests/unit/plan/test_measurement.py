@@ -15,9 +15,9 @@ from tests.support.token_buckets import Bucket, Lines, divided
 
 from covey.plan.measurement import (
     LEAST_PART_SECONDS,
+    MEASURED_PIECES,
     MOST_ROUNDS,
     MOST_SECONDS,
-    PIECES,
     LinkMeasurement,
     steps,
     sustained,
@@ -54,18 +54,18 @@ def test_the_speed_of_a_transfer_is_the_one_after_the_burst(
     """`part` of the transfer passes in a burst; the receiver begins `late`, and reads some pieces at once."""
     size = rate * seconds
     lines = Lines([line := Bucket(rate, part * size)])
-    (times,) = lines.send([([line], size)], PIECES)
-    read = [max(late, times[min(len(times) - 1, at - at % lump + lump - 1)]) for at in range(PIECES)]
+    (times,) = lines.send([([line], size)], MEASURED_PIECES)
+    read = [max(late, times[min(len(times) - 1, at - at % lump + lump - 1)]) for at in range(MEASURED_PIECES)]
     late_pieces = sum(1 for at in times if at < late)
-    if late_pieces < PIECES // 2:
-        assert sustained(read, 0.0, int(size / PIECES)) == pytest.approx(rate, rel=0.3)
-    assert sustained(read, 0.0, int(size / PIECES)) <= max(size / max(read[-1], 1e-9), 1.25 * rate) * 1.5
+    if late_pieces < MEASURED_PIECES // 2:
+        assert sustained(read, 0.0, int(size / MEASURED_PIECES)) == pytest.approx(rate, rel=0.3)
+    assert sustained(read, 0.0, int(size / MEASURED_PIECES)) <= max(size / max(read[-1], 1e-9), 1.25 * rate) * 1.5
 
 
 def test_a_transfer_that_is_read_at_once_is_as_fast_as_the_whole_of_it() -> None:
-    assert sustained([2.0] * PIECES, 1.0, 1000) == PIECES * 1000
-    times = [1.5 + 1e-9 * at for at in range(PIECES - 1)]
-    assert sustained([*times, 2.0], 1.0, 1000) == PIECES * 1000
+    assert sustained([2.0] * MEASURED_PIECES, 1.0, 1000) == MEASURED_PIECES * 1000
+    times = [1.5 + 1e-9 * at for at in range(MEASURED_PIECES - 1)]
+    assert sustained([*times, 2.0], 1.0, 1000) == MEASURED_PIECES * 1000
 
 
 class Found(NamedTuple):
@@ -142,8 +142,8 @@ def simulate(seed: int, most_burst: float = 0.5, slowest: float = 1.0) -> Found:
             lines.wait(trip / 2)
             targets = [(slot + step) % size for slot in range(size)]
             pieces = [measurement.piece(slot, target) for slot, target in enumerate(targets)]
-            flows = [(path(slot, target), PIECES * pieces[slot]) for slot, target in enumerate(targets)]
-            for slot, times in enumerate(lines.send(flows, PIECES)):
+            flows = [(path(slot, target), MEASURED_PIECES * pieces[slot]) for slot, target in enumerate(targets)]
+            for slot, times in enumerate(lines.send(flows, MEASURED_PIECES)):
                 speeds[slot][targets[slot]] = sustained(times, start + trip, pieces[slot])
             lines.wait(agreement)
             latency += trip / 2 + agreement

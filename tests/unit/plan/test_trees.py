@@ -8,7 +8,7 @@ from tests.unit.plan.cases import at_every_size, counts
 from covey.plan import check, ring, trees
 from covey.plan.coded import coded
 from covey.plan.moves import Plan, elements_sent, first_writes
-from covey.plan.trees import ROOT
+from covey.plan.trees import ROOT_PARENT
 
 
 def nested(rng: random.Random, slots: list[int]) -> list[tuple[int, ...]]:
@@ -72,18 +72,20 @@ def test_a_share_of_nothing_makes_a_rank_move_the_array_once() -> None:
 def test_many_parts_of_a_group_form_chains() -> None:
     size = trees.MOST_IN_STAR + 1
     (cell, *_) = trees.cells(size, (), (), size)
-    assert len({parent for parent in cell.parents if parent != ROOT}) == size - 1
+    assert len({parent for parent in cell.parents if parent != ROOT_PARENT}) == size - 1
     (cell, *_) = trees.cells(size - 1, (), (), size)
-    assert len({parent for parent in cell.parents if parent != ROOT}) == 1
+    assert len({parent for parent in cell.parents if parent != ROOT_PARENT}) == 1
 
 
 def test_three_levels_have_an_owner_in_each_group() -> None:
     groups = ((0, 1), (2, 3), (4, 5), (6, 7), (0, 1, 2, 3), (4, 5, 6, 7))
     for cell in trees.cells(8, groups, (), 800):
         crossing = [
-            (slot, parent) for slot, parent in enumerate(cell.parents) if parent != ROOT and slot // 4 != parent // 4
+            (slot, parent)
+            for slot, parent in enumerate(cell.parents)
+            if parent != ROOT_PARENT and slot // 4 != parent // 4
         ]
-        between_hosts = [(s, p) for s, p in enumerate(cell.parents) if p != ROOT and s // 2 != p // 2]
+        between_hosts = [(s, p) for s, p in enumerate(cell.parents) if p != ROOT_PARENT and s // 2 != p // 2]
         assert len(crossing) == 1
         assert len(between_hosts) == 3
     assert trees.divisions(8, groups)[0] == ((0, 1, 2, 3), (4, 5, 6, 7))

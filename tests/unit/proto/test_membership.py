@@ -18,7 +18,7 @@ from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Persist, Quorum, QuorumAwaited, QuorumLost, SendToNode
 from covey.proto.commit import Commit
 from covey.proto.membership import FINISH_TOGETHER, MOST_BALLOTS_AHEAD, PAST_VIEWS, Membership
-from covey.proto.membership.leader import DRIFT, LEASE, Lease
+from covey.proto.membership.leader import CLOCK_DRIFT, LEASE, Lease
 from covey.proto.views import MOST_OPERATIONS, fits, is_quorum, judge, largest_clique, next_tie_breaker, rests_on
 from covey.wire.membership import (
     Accept,
@@ -928,7 +928,7 @@ def test_a_lease_lasts_from_the_claim_that_a_quorum_echoed_and_begins_when_any_o
     lease.echoed(1, 10.0, has_one_more, 10.1)
     assert not lease.is_held(has_one_more, 10.2), "another's lease may not be over"
     lease.echoed(2, 12.0, has_one_more, 12.1)
-    assert lease.is_held(has_one_more, 10.1 + LEASE * DRIFT)
+    assert lease.is_held(has_one_more, 10.1 + LEASE * CLOCK_DRIFT)
     assert not lease.is_held(has_one_more, 12.0 + LEASE)
     lease.lost()
     lease.echoed(2, 13.0, has_one_more, 13.1)

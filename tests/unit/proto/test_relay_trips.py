@@ -46,10 +46,10 @@ def test_what_a_node_tells_replaces_what_it_told_before_and_the_number_of_nodes_
     told.told(b"a", (RelayTrip(NEAR, 0.01), RelayTrip(FAR, 0.2)))
     told.told(b"a", (RelayTrip(FAR, 0.3),))
     assert (told.of(b"a", NEAR), told.of(b"a", FAR), told.of(b"b", FAR)) == (None, 0.3, None)
-    for number in range(relay_trips.PEERS_LIMIT):
+    for number in range(relay_trips.TRIPS_LIMIT):
         told.told(number.to_bytes(16), (RelayTrip(NEAR, 1.0),))
     assert told.of(b"a", FAR) is None
-    last = (relay_trips.PEERS_LIMIT - 1).to_bytes(16)
+    last = (relay_trips.TRIPS_LIMIT - 1).to_bytes(16)
     assert told.of(last, NEAR) == 1.0
     told.forget(last)
     assert told.of(last, NEAR) is None

@@ -17,11 +17,11 @@ from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.proto.shards.boxes import Box, elements, gap, overlap, split, whole
 from covey.proto.shards.choice import needed, sendings
 from covey.proto.shards.layout import CUT_BYTES, CheckpointLayout, copy_targets, file_layout, folders_of, share_out
-from covey.proto.shards.safetensors import DTYPES, FileTensor, decode_tensors, header_bytes, lay_out
+from covey.proto.shards.safetensors import FORMAT_DTYPES, FileTensor, decode_tensors, header_bytes, lay_out
 from covey.proto.shards.verdict import judge, wanted_boxes, whole_arrays
 from covey.wire.shards import (
-    CHUNK_BYTES,
-    DIGEST_BYTES,
+    CHUNK_DIGEST_BYTES,
+    SHARD_CHUNK_BYTES,
     SavedArray,
     SavedCheckpoint,
     SavedPiece,
@@ -96,12 +96,12 @@ def some_state(chance: random.Random, ranks: list[int]) -> tuple[dict[int, list[
     told: dict[int, list[StateArray]] = {rank: [] for rank in ranks}
     arrays: dict[str, Any] = {}
     for number in range(chance.randint(0, 8)):
-        dtype = chance.choice([name for name in DTYPES if not name.startswith("float8")])
+        dtype = chance.choice([name for name in FORMAT_DTYPES if not name.startswith("float8")])
         shape = tuple(chance.choice([0, 1, 2, 3, 7, 64]) for _ in range(chance.randint(0, 3)))
         if chance.random() < 0.2:
             shape = (CUT_BYTES // 8 + 1, 2)
         name = f"a{number}"
-        arrays[name] = np.random.default_rng(number).integers(0, 2, shape).astype(DTYPES[dtype])
+        arrays[name] = np.random.default_rng(number).integers(0, 2, shape).astype(FORMAT_DTYPES[dtype])
         kind = chance.choice(["all", "axis", "grid"]) if shape else "all"
         axis = chance.randrange(len(shape)) if shape else 0
         for index, rank in enumerate(ranks):
@@ -121,7 +121,7 @@ def checkpoint(told: dict[int, list[StateArray]]) -> SavedCheckpoint:
     shards = []
     for rank in sorted(told):
         nbytes = file_layout(arrays, given[rank]).nbytes
-        digests = bytes(-(-nbytes // CHUNK_BYTES) * DIGEST_BYTES)
+        digests = bytes(-(-nbytes // SHARD_CHUNK_BYTES) * CHUNK_DIGEST_BYTES)
         shards.append(SavedShard(tuple(SavedPiece(p.array, *p.box) for p in given[rank]), nbytes, digests))
     return SavedCheckpoint("0" * 16, 1, 1, 0.0, arrays, tuple(shards), b"")
 
@@ -176,7 +176,7 @@ def test_what_any_number_of_ranks_wants_is_in_the_chunks_that_they_get(seed: int
                 piece, start = layout.shards[shard].pieces[at_place], layout.shards[shard].starts[at_place]
                 at = start + np.arange(piece.box.volume).reshape(piece.box.shape) * layout.itemsize(number)
                 chunks = [chunk for n, chunk in needs[rank] if n == shard]
-                left[piece.box.key] *= ~np.isin(at // CHUNK_BYTES, chunks)
+                left[piece.box.key] *= ~np.isin(at // SHARD_CHUNK_BYTES, chunks)
             assert not left.any()
 
 
@@ -233,7 +233,7 @@ def test_parts_that_leave_a_hole_or_overlap_are_refused() -> None:
 
 
 def test_a_shard_is_safe_if_its_writer_or_a_copier_remains_and_all_have_the_same() -> None:
-    one, two = b"a" * DIGEST_BYTES, b"b" * DIGEST_BYTES
+    one, two = b"a" * CHUNK_DIGEST_BYTES, b"b" * CHUNK_DIGEST_BYTES
     told = {0: Written(one, ((1, two),)), 1: Written(two, ((0, one),))}
     assert judge([0, 1], [100, 100], told).holders == ((0, 1), (1, 0))
     assert judge([0, 1], [100, 100], {0: told[0]}).is_whole
@@ -242,7 +242,7 @@ def test_a_shard_is_safe_if_its_writer_or_a_copier_remains_and_all_have_the_same
     differing = judge([0, 1], [100, 100], {0: Written(one, ((1, one),)), 1: Written(two, ((0, one),))})
     assert list(differing.failed) == [0]
     assert not differing.is_whole
-    assert not judge([0], [CHUNK_BYTES + 1], {0: Written(one)}).is_whole, "as many digests as chunks"
+    assert not judge([0], [SHARD_CHUNK_BYTES + 1], {0: Written(one)}).is_whole, "as many digests as chunks"
 
 
 # Files
@@ -252,7 +252,7 @@ def test_a_shard_is_safe_if_its_writer_or_a_copier_remains_and_all_have_the_same
 def test_a_file_has_every_tensor_where_its_header_says(seed: int) -> None:
     chance = random.Random(seed)
     tensors = [
-        FileTensor(f"t{n} é[0:1]", chance.choice(list(DTYPES)), tuple(chance.randint(0, 4) for _ in range(3)))
+        FileTensor(f"t{n} é[0:1]", chance.choice(list(FORMAT_DTYPES)), tuple(chance.randint(0, 4) for _ in range(3)))
         for n in range(chance.randint(0, 6))
     ]
     layout = lay_out(tensors)

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from covey.base.pace import Growing
-from covey.runtime.backoff import FORGET_SECONDS, TELL_AGAIN_SECONDS, TELL_SECONDS, Backoff
+from covey.runtime.backoff import FORGET_SECONDS, TELL_AGAIN_SECONDS, TELL_FAILURE_SECONDS, Backoff
 
 if TYPE_CHECKING:
     import pytest
@@ -62,7 +62,7 @@ def test_a_line_says_after_a_while_what_is_waited_for_and_why_and_seldom_again(
     clock = Clock()
     tries = Backoff("a lane to rank 3", Growing(0.1, 1.0), clock=clock)
     tries.failed("first reason")
-    clock.now += TELL_SECONDS - 0.1
+    clock.now += TELL_FAILURE_SECONDS - 0.1
     tries.failed("second reason")
     assert not caplog.messages
     clock.now += 0.1
@@ -98,7 +98,7 @@ def test_a_line_is_written_while_the_first_try_hangs(caplog: pytest.LogCaptureFi
 
     async def work() -> None:
         with tries.telling():
-            clock.now += TELL_SECONDS
+            clock.now += TELL_FAILURE_SECONDS
             with tries.telling():  # the second timer is due at once
                 while not caplog.messages:  # noqa: ASYNC110  (a log handler tells no loop)
                     await asyncio.sleep(0.001)

@@ -28,7 +28,7 @@ class Starved(threading.Thread):
 def test_what_covey_itself_knows_does_not_depend_on_when_a_thread_gets_the_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checks, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(checks, "READINESS_CHECK_SECONDS", 0.01)
     # Threads of covey that other tests have left still start, so only the checks' own are starved.
     monkeypatch.setattr(checks, "threading", SimpleNamespace(Thread=Starved, Lock=threading.Lock))
     monkeypatch.setattr(checks, "is_shutting_down", lambda: True)

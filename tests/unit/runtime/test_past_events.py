@@ -10,7 +10,7 @@ import pytest
 
 from covey.base.errors import RemoteProtocolError
 from covey.runtime.events import KEPT, Event, Events, decode_last, encode_last
-from covey.wire.reports import EVENTS_BYTES_LIMIT, EVENTS_LIMIT, decode_past
+from covey.wire.reports import EVENTS_BYTES_LIMIT, REPORTED_EVENTS_LIMIT, decode_past
 
 LOSS = Event("lost", 12.5, 3, 2, (1, 4), ("rank 1 (otter)", "rank 4 (lynx)"), {"detect": 0.0, "agree": 31.25}, "why")
 
@@ -24,18 +24,18 @@ def known(*events: Event) -> Events:
 
 def test_the_last_events_come_back_as_they_were_and_are_marked_as_earlier() -> None:
     log, new = (
-        known(*(replace(LOSS, view=view) for view in range(EVENTS_LIMIT + 5))),
+        known(*(replace(LOSS, view=view) for view in range(REPORTED_EVENTS_LIMIT + 5))),
         known(Event("generation", 20, 4, 0)),
     )
     told: list[Event] = []
     new.listen(told.append)
     new.put_before(decode_last(encode_last(log)))
     *earlier, own = new.all()
-    assert earlier == [replace(event, is_earlier=True) for event in log.all()[-EVENTS_LIMIT:]]
+    assert earlier == [replace(event, is_earlier=True) for event in log.all()[-REPORTED_EVENTS_LIMIT:]]
     assert (own.kind, own.is_earlier) == ("generation", False)
     new.close()
     assert told == [], "what happened before is no news"
-    assert [event.is_earlier for event in decode_last(encode_last(new))] == [False] * EVENTS_LIMIT
+    assert [event.is_earlier for event in decode_last(encode_last(new))] == [False] * REPORTED_EVENTS_LIMIT
 
 
 def test_earlier_events_take_no_room_from_those_that_this_process_has_seen() -> None:
@@ -47,10 +47,10 @@ def test_earlier_events_take_no_room_from_those_that_this_process_has_seen() -> 
 
 def test_long_events_are_told_up_to_so_many_bytes_the_latest_of_them() -> None:
     long = replace(LOSS, kind="refused", text="x" * 1000)
-    log = known(*(replace(long, view=view) for view in range(EVENTS_LIMIT)))
+    log = known(*(replace(long, view=view) for view in range(REPORTED_EVENTS_LIMIT)))
     body = encode_last(log)
     assert EVENTS_BYTES_LIMIT - 2000 < len(body) < EVENTS_BYTES_LIMIT + 100
-    assert decode_last(body)[-1].view == EVENTS_LIMIT - 1
+    assert decode_last(body)[-1].view == REPORTED_EVENTS_LIMIT - 1
     assert len(decode_last(encode_last(known(replace(LOSS, names=("n" * 9000,) * 128))))) == 0
 
 
@@ -66,6 +66,6 @@ def test_a_peer_that_tells_too_much_or_something_else_is_refused() -> None:
         with pytest.raises(RemoteProtocolError):
             decode_past(msgspec.msgpack.encode([[[*RAW[:at], wrong, *RAW[at + 1 :]]]]))
     with pytest.raises(RemoteProtocolError):
-        decode_past(msgspec.msgpack.encode([[RAW] * (EVENTS_LIMIT + 1)]))
+        decode_past(msgspec.msgpack.encode([[RAW] * (REPORTED_EVENTS_LIMIT + 1)]))
     with pytest.raises(RemoteProtocolError):
         decode_past(b"\xc1")

@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from covey.runtime.joining.peers import Peers
 T = TypeVar("T")
 LOOK = 2.0
-class Node:
+class NodeParts:
     peers: "Peers"
     def one(self, a, b, c, d, e, f, *, g, h, i, j, k, l, m): pass
 """,
     "runtime/joining/peers.py": """
 from covey.runtime.joining import lanes
 class Peers:
-    def __init__(self, node: "Node | None") -> None: ...
+    def __init__(self, node: "NodeParts | None") -> None: ...
 class Ended: pass
-from covey.runtime.joining.node import Node
+from covey.runtime.joining.node import NodeParts
 """,
     "runtime/joining/lanes.py": """
 from .store import Store
 class Lanes:
     def late(self, node):
-        self.node: Node = node
-from covey.runtime.joining.node import Node
+        self.node: NodeParts = node
+from covey.runtime.joining.node import NodeParts
 """,
     "runtime/joining/store.py": """
 from covey.runtime.joining.peers import Peers
 class Store:
-    def __init__(self, node: "Node") -> None: ...  # another Node
+    def __init__(self, node: "NodeParts") -> None: ...  # another NodeParts
 class Ended: pass
-class Node: pass
+class NodeParts: pass
 """,
     "runtime/group/group.py": "class Base:\n"
     + "".join(f"    def method_{i}(self): pass\n" for i in range(20))
@@ -70,9 +70,9 @@ def test_each_figure_of_a_small_package_is_right(modules: list[house.Module]) ->
     assert found["median_function_lines"] == 1
     assert found["import_share"] == round(8 / sum(text.count("\n") for text in PACKAGE.values()), 4)
     assert found["knots"] == {"runtime/joining": [members]}
-    assert found["takers"]["Node"] == ["runtime/joining/lanes.py:Lanes", "runtime/joining/peers.py:Peers"]
+    assert found["takers"]["NodeParts"] == ["runtime/joining/lanes.py:Lanes", "runtime/joining/peers.py:Peers"]
     assert found["takers"]["Engine"] == []
-    assert found["classes_twice"] == {"Ended": members[2:], "Node": [members[1], members[3]]}
+    assert found["classes_twice"] == {"Ended": members[2:], "NodeParts": [members[1], members[3]]}
     assert found["constants_twice"] == {"LOOK": ["base/numbers.py", "runtime/joining/node.py"]}
     assert found["long_calls"] == {"runtime/joining/node.py:9 one": 13}
     assert found["large_classes"] == {"runtime/group/group.py:Group": 30}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from covey.watch.curves import EARLIER_LIMIT, LIMIT, Curves
+from covey.watch.curves import EARLIER_LIMIT, MOMENTS_LIMIT, Curves
 from covey.watch.overview import Moment
 from covey.wire.progress import ReportRow
 
@@ -27,9 +27,9 @@ def test_ten_minutes_are_kept_by_the_second_and_an_hour_by_ten() -> None:
 
 def test_a_clock_that_stands_still_or_goes_back_does_not_fill_the_memory() -> None:
     curves = Curves()
-    for number in range(3 * LIMIT):
+    for number in range(3 * MOMENTS_LIMIT):
         curves.add(Moment(1000.0 if number % 2 else 500.0))
-    assert len(curves) <= LIMIT
+    assert len(curves) <= MOMENTS_LIMIT
 
 
 def test_what_was_reported_before_is_in_front_and_bounded() -> None:

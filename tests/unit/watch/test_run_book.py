@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from covey.watch.answers import HeardProcess, LookRound, MachineHeard, RunEnd
-from covey.watch.books import RUNS_LIMIT, RunBooks
+from covey.watch.books import BOOK_RUNS_LIMIT, RunBooks
 from covey.wire.messages import Tell
 from covey.wire.progress import Doubt, GroupProgress, PeerProgress, RankProgress, Readings, ReportRow
 from covey.wire.reports import PastEvent
@@ -338,11 +338,11 @@ def test_two_hundred_and_fifty_six_ranks_are_told_in_a_fraction_of_a_second() ->
 
 def test_many_runs_are_forgotten_in_order_and_names_that_repeat_have_ids_of_their_own() -> None:
     watch = Watch()
-    for number in range(RUNS_LIMIT + 20):
+    for number in range(BOOK_RUNS_LIMIT + 20):
         at = 100.0 + 10 * number
         each = HeardProcess(f"p{number}", "train", f"train:{number:08d}", "n", 1, "", at, at, progress(0))
         overview = watch.look(10.0 * number, each)
-    assert len(overview.runs) <= RUNS_LIMIT
+    assert len(overview.runs) <= BOOK_RUNS_LIMIT
     assert len({run.id for run in overview.runs}) == len(overview.runs)
     assert sum(run.state == "running" for run in overview.runs) == 1
 

@@ -16,7 +16,7 @@ IPS = ("10.0.0.1", "fe80::1")
 keys = st.binary(min_size=32, max_size=32)
 nonces = st.binary(min_size=16, max_size=16)
 ports = st.integers(1, 65535)
-ips = st.lists(st.ip_addresses().map(str), min_size=1, max_size=beacon.MOST_ADDRESSES)
+ips = st.lists(st.ip_addresses().map(str), min_size=1, max_size=beacon.ANNOUNCED_ADDRESSES)
 
 
 def encoded(properties: dict[bytes, bytes]) -> bytes:
@@ -76,7 +76,7 @@ def test_of_many_addresses_the_first_are_announced_those_of_ipv4_before_all() ->
     many = [f"fd00::{n}" for n in range(1, 20)] + ["10.0.0.1"]
     said = beacon.read(KEY, dict(beacon.make(KEY, NONCE, 9, many)))
     assert said is not None
-    assert said.ips == ("10.0.0.1", *(f"fd00::{n}" for n in range(1, beacon.MOST_ADDRESSES)))
+    assert said.ips == ("10.0.0.1", *(f"fd00::{n}" for n in range(1, beacon.ANNOUNCED_ADDRESSES)))
 
 
 def test_an_announcement_shows_nothing_that_two_of_them_have_in_common_but_port_and_addresses() -> None:

@@ -73,8 +73,8 @@ def test_large_arrays_are_parts_that_are_not_copied_and_small_ones_are_in_the_bo
     assert np.shares_memory(np.frombuffer(parts[1], np.uint8), large)
     assert not np.shares_memory(np.frombuffer(parts[2], np.uint8), large)
     assert len(parts[0]) < 500
-    assert wire.payload_of([b"x" * wire.INLINE_BYTES]).inline
-    assert wire.payload_of([b"x", b"y" * wire.INLINE_BYTES]).sizes == (1, wire.INLINE_BYTES)
+    assert wire.payload_of([b"x" * wire.CALL_INLINE_BYTES]).inline
+    assert wire.payload_of([b"x", b"y" * wire.CALL_INLINE_BYTES]).sizes == (1, wire.CALL_INLINE_BYTES)
 
 
 def test_an_array_has_the_documented_bytes() -> None:

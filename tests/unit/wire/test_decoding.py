@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
-from covey.wire.decoding import LENGTH, Framer, frame, frame_length
+from covey.wire.decoding import FRAME_LENGTH, Framer, frame, frame_length
 
 
 @given(bodies=st.lists(st.binary(max_size=50)), cuts=st.lists(st.integers(1, 40), min_size=1))
@@ -25,7 +25,7 @@ def test_frames_do_not_depend_on_how_bytes_arrive(bodies: list[bytes], cuts: lis
 def test_a_frame_at_the_limit_passes_and_one_above_is_refused_before_its_body_comes() -> None:
     assert Framer(10).feed(frame(bytes(10))) == [bytes(10)]
     with pytest.raises(RemoteProtocolError, match="11 bytes was announced; the limit is 10"):
-        Framer(10).feed(LENGTH.pack(11))
+        Framer(10).feed(FRAME_LENGTH.pack(11))
     with pytest.raises(RemoteProtocolError):
         frame_length(b"\xff\xff\xff\xff", 1 << 20)
 
@@ -38,4 +38,4 @@ def test_any_bytes_give_frames_or_a_protocol_error_and_never_hold_more_than_the_
     except RemoteProtocolError:
         return
     assert all(len(body) <= 16 for body in frames)
-    assert len(framer._buffer) < LENGTH.size + 16
+    assert len(framer._buffer) < FRAME_LENGTH.size + 16

@@ -173,14 +173,20 @@ def test_the_kinds_of_failed_calls_and_the_tags_and_limits_of_calls_are_as_writt
     assert parts_tag(5, is_answer=True) == 2**62 + 2**61 + 5
     assert f"At most {outgoing.CALLS_LIMIT} calls" in WORDS
     assert f"at most {calls.CREDIT_LIMIT} items of a stream" in WORDS
-    assert f"up to {calls.INLINE_BYTES >> 10} KiB in all" in WORDS
+    assert f"up to {calls.CALL_INLINE_BYTES >> 10} KiB in all" in WORDS
 
 
 def test_the_header_of_a_transfer_has_the_documented_bytes() -> None:
     rows = table("Transfers of collectives", "bytes")
     sizes = [int(row[0]) for row in rows]
-    assert sum(sizes) == header.HEADER_BYTES == 64
-    formats = (header.HEADER_PREFIX, header.HEADER_SUFFIX, decoding.LENGTH, seal.RECORD_LENGTH, framed._FIXED)
+    assert sum(sizes) == header.TRANSFER_HEADER_BYTES == 64
+    formats = (
+        header.HEADER_PREFIX,
+        header.HEADER_SUFFIX,
+        decoding.FRAME_LENGTH,
+        seal.RECORD_LENGTH,
+        framed._FIXED_PART,
+    )
     assert {each.format[0] for each in formats} == {"<"}, "numbers are little-endian"
     codes = re.findall(
         r"\d*[a-zA-Z]", header.HEADER_PREFIX.format.replace("xxx", "3x") + header.HEADER_SUFFIX.format.lstrip("<")
@@ -212,8 +218,8 @@ def test_the_keys_of_an_announcement_are_those_that_are_made() -> None:
     for said in (
         f"service `{beacon.SERVICE}`", f"version, `{beacon.BEACON_VERSION.decode()}`",
         f"{beacon.BEACON_NONCE_BYTES} random bytes in",
-        f"at most {beacon.MOST_ADDRESSES} in all", f"the first {beacon.BEACON_TAG_BYTES} bytes of HMAC-SHA256",
-        f"the label is `{beacon._LABEL.decode()}`",
+        f"at most {beacon.ANNOUNCED_ADDRESSES} in all", f"the first {beacon.BEACON_TAG_BYTES} bytes of HMAC-SHA256",
+        f"the label is `{beacon._TAG_LABEL.decode()}`",
     ):  # fmt: skip
         assert said in WORDS
 
@@ -262,10 +268,10 @@ NUMBERS = (
     f"{door.CHALLENGE_BYTES} random bytes C",
     "purpose (" + ", ".join(f"{int(purpose)} {purpose.name.lower()}" for purpose in door.Purpose) + ")",
     f"{door.BOUND_BYTES} bytes B",
-    f'"{door._LABEL.decode()}" C purpose B',
+    f'"{door._DOOR_LABEL.decode()}" C purpose B',
     f"both are limited to {decoding.HANDSHAKE_LIMIT} bytes",
     f"The handshake has {link.HANDSHAKE_SECONDS:.0f} s",
-    f"A frame is a length ({decoding.LENGTH.size} bytes) and a msgpack message "
+    f"A frame is a length ({decoding.FRAME_LENGTH.size} bytes) and a msgpack message "
     f"(at most {decoding.CONTROL_LIMIT >> 20} MiB)",
     f"Names are up to {messages.NAME_LIMIT} printable ASCII characters",
     f"the first line of its message, up to {messages.REASON_LIMIT} characters",
@@ -282,14 +288,15 @@ NUMBERS = (
     f"A ballot more than 2^{agreement.MOST_BALLOTS_AHEAD.bit_length() - 1} above",
     f"Keys have up to {store.KEY_LIMIT} characters, values {store.VALUE_LIMIT >> 10} KiB, a message "
     f"{store.KEYS_LIMIT} keys and 1 MiB",
-    f"carries a random id ({lane_dialler.LANE_BYTES} bytes) and a random secret ({lane_dialler.SECRET_BYTES} bytes)",
+    f"carries a random id ({lane_dialler.LANE_BYTES} bytes) and "
+    f"a random secret ({lane_dialler.LANE_SECRET_BYTES} bytes)",
     f"a token ({host_rendezvous.RUN_TOKEN_BYTES} random bytes that never travel)",
     f"small frames in lots of {message_link.ACK_BATCH >> 10} KiB",
     f"On a ring, payloads are padded to {ring.ALIGN} bytes",
     f"exchange frames of up to {relay.RELAY_LIMIT} bytes",
     f"exchange frames of up to {pairing.PAIRING_LIMIT} bytes",
     f"{pairing.PAIRING_NONCE_BYTES} random bytes, the first key of its machine",
-    f"the label `{pairing._LABEL.decode()}`, the key of the applicant's machine",
+    f"the label `{pairing._PAIRING_LABEL.decode()}`, the key of the applicant's machine",
     f"first free one of ports {pairing_ports()[0]} to {pairing_ports()[-1]}",
     f"version {relay.RELAY_SPEAKS.oldest}, {relay.RELAY_CHALLENGE_BYTES} random bytes",
     f"up to {relay.LISTED_TOKENS_LIMIT}, and later each new one",
@@ -297,7 +304,7 @@ NUMBERS = (
     f"every {relay_table.ASK_REGISTERED_EVERY:.0f} s from the relay on a registration; the node repeats it, and "
     f"{relay_table.REGISTRATION_SILENCE:.0f} s without a word end",
     f"A token is {relay.TOKEN_BYTES} random bytes",
-    f"the label `{relay._LABEL.decode()}`",
+    f"the label `{relay._RELAY_LABEL.decode()}`",
     f"A call that is not taken within {relay_table.WAITING_CALL_SECONDS:.0f} s",
 )
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.base.errors import RemoteProtocolError
-from covey.wire.header import HEADER_BYTES, HEADER_PREFIX, HEADER_SUFFIX, MAGIC, TransferHeader, unpack
+from covey.wire.header import HEADER_PREFIX, HEADER_SUFFIX, MAGIC, TRANSFER_HEADER_BYTES, TransferHeader, unpack
 
 U8, U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
 HEADERS = st.builds(TransferHeader, U8, U8, U16, U32, U8, U64, U64, U64, U64, U64)
@@ -14,7 +14,7 @@ HEADERS = st.builds(TransferHeader, U8, U8, U16, U32, U8, U64, U64, U64, U64, U6
 @given(HEADERS)
 def test_a_header_comes_back_as_it_was(header: TransferHeader) -> None:
     data = header.pack()
-    assert len(data) == HEADER_BYTES == 64
+    assert len(data) == TRANSFER_HEADER_BYTES == 64
     assert unpack(data) == header
     assert unpack(memoryview(data)) == header
 
@@ -33,7 +33,7 @@ def test_what_transfers_of_one_plan_share_stands_in_front() -> None:
 
 @given(st.binary(max_size=100))
 def test_other_bytes_are_a_protocol_error(data: bytes) -> None:
-    if len(data) == HEADER_BYTES and data.startswith(MAGIC):
+    if len(data) == TRANSFER_HEADER_BYTES and data.startswith(MAGIC):
         unpack(data)
     else:
         with pytest.raises(RemoteProtocolError):

@@ -26,7 +26,7 @@ def headers(draw: st.DrawFn) -> MessageHeader:
     if draw(st.booleans()):
         return MessageHeader(kind, message_id, length, tag, is_object=True)
     code = draw(st.integers(0, len(DTYPES) - 1))
-    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=wire.MAX_NDIM)))
+    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=wire.MAX_MESSAGE_NDIM)))
     return MessageHeader(kind, message_id, math.prod(shape) * DTYPES[code].itemsize, tag, False, code, shape)
 
 

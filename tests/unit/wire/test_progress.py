@@ -11,8 +11,8 @@ from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import REPORT_ROWS
 from covey.wire.progress import (
     BYTES_LIMIT,
-    EVENTS_LIMIT,
     NO_EVENTS,
+    PROGRESS_EVENTS_LIMIT,
     ROWS_BYTES,
     Doubt,
     GroupProgress,
@@ -72,7 +72,7 @@ def test_events_are_told_from_a_number_on_as_many_as_fit() -> None:
         data = encode_progress(small, events[at:], at)
         assert len(data) <= BYTES_LIMIT + 8
         answer = decode_progress(data)
-        assert 0 < len(answer.events) <= EVENTS_LIMIT
+        assert 0 < len(answer.events) <= PROGRESS_EVENTS_LIMIT
         told += answer.events
         at, rounds = answer.next_event, rounds + 1
     assert [each.view for each in told] == list(range(40))

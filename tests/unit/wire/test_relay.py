@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from covey.wire.decoding import LENGTH, frame
+from covey.wire.decoding import FRAME_LENGTH, frame
 from covey.wire.relay import (
     LISTED_TOKENS_LIMIT,
     RELAY_LIMIT,
@@ -88,4 +88,4 @@ def test_a_registration_is_no_call() -> None:
 
 def test_the_longest_message_fits_into_a_frame() -> None:
     longest = frame(encode_relay(ListedTokens((TOKEN,) * LISTED_TOKENS_LIMIT)))
-    assert len(longest) - LENGTH.size <= RELAY_LIMIT
+    assert len(longest) - FRAME_LENGTH.size <= RELAY_LIMIT

@@ -14,9 +14,9 @@ from covey.wire.seal import (
     ACCEPTOR,
     DIALLER,
     NEXT_KEY,
-    RECORD_LIMIT,
     RECORD_OVERHEAD_BYTES,
     SEAL_KEY_BYTES,
+    SEALED_RECORD_LIMIT,
     ForgedError,
     Opener,
     Sealer,
@@ -47,7 +47,7 @@ def pair(rekey_every: int = 1 << 24) -> tuple[Sealer, Opener]:
     )
 
 
-@pytest.mark.parametrize("size", [1, 15, 16, 17, 2047, 2048, RECORD_LIMIT - 1, RECORD_LIMIT])
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 2047, 2048, SEALED_RECORD_LIMIT - 1, SEALED_RECORD_LIMIT])
 def test_what_was_sealed_opens_and_is_not_in_the_record(size: int) -> None:
     sealer, opener = pair()
     for number in range(3):
@@ -121,13 +121,13 @@ def test_a_record_opens_in_its_own_place_only_even_under_the_same_key(scope: tup
 
 
 @pytest.mark.parametrize("mark", [0, NEXT_KEY])
-@pytest.mark.parametrize("length", [0, RECORD_LIMIT + 1, 1 << 30, (1 << 31) - 1])
+@pytest.mark.parametrize("length", [0, SEALED_RECORD_LIMIT + 1, 1 << 30, (1 << 31) - 1])
 def test_a_length_that_no_record_has_is_refused_before_anything_else(length: int, mark: int) -> None:
     with pytest.raises(RemoteProtocolError, match=f"no record has {length} bytes"):
         record_length((length | mark).to_bytes(4, "little"))
 
 
-@pytest.mark.parametrize("size", [0, RECORD_LIMIT + 1])
+@pytest.mark.parametrize("size", [0, SEALED_RECORD_LIMIT + 1])
 def test_what_could_not_be_opened_is_not_sealed(size: int) -> None:
     with pytest.raises(ValueError, match=str(size)):
         pair()[0].seal(bytes(size), memoryview(bytearray(size + RECORD_OVERHEAD_BYTES)))

@@ -8,16 +8,16 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from covey.base.config import PORTS
-from covey.runtime.links.handshake import SILENCE
+from covey.base.settings import NODE_PORTS
+from covey.runtime.links.handshake import NO_ANSWER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Weight = Literal["problem", "warning", "note"]
 WEIGHTS: Final[tuple[Weight, ...]] = ("problem", "warning", "note")
-PORT_RANGE: Final = f"{PORTS[0]}-{PORTS[-1]}/tcp"
-OPEN_PORTS: Final = f"ufw allow {PORTS[0]}:{PORTS[-1]}/tcp, or firewall-cmd --add-port={PORT_RANGE}"
+PORT_RANGE: Final = f"{NODE_PORTS[0]}-{NODE_PORTS[-1]}/tcp"
+OPEN_PORTS: Final = f"ufw allow {NODE_PORTS[0]}:{NODE_PORTS[-1]}/tcp, or firewall-cmd --add-port={PORT_RANGE}"
 UNKNOWN_CURE: Final = "covey does not know the cause. The error is written above as the system reported it."
 
 
@@ -66,9 +66,9 @@ class Obstacle(enum.Enum):
     UNKNOWN = enum.auto()
 
 
-_SIGNS: Final = {
+_OBSTACLE_SIGNS: Final = {
     Obstacle.REFUSED: (os.strerror(errno.ECONNREFUSED),),
-    Obstacle.SILENCE: (SILENCE, os.strerror(errno.ETIMEDOUT)),
+    Obstacle.SILENCE: (NO_ANSWER, os.strerror(errno.ETIMEDOUT)),
     Obstacle.NO_ROUTE: (
         *map(os.strerror, (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL)),
         "no interface leads there",
@@ -87,7 +87,9 @@ _SIGNS: Final = {
 
 def obstacle(problem: str) -> Obstacle:
     """Return the obstacle that an error shows, or UNKNOWN."""
-    return next((kind for kind, signs in _SIGNS.items() if any(sign in problem for sign in signs)), Obstacle.UNKNOWN)
+    return next(
+        (kind for kind, signs in _OBSTACLE_SIGNS.items() if any(sign in problem for sign in signs)), Obstacle.UNKNOWN
+    )
 
 
 def cure(problem: str, where: str, cluster: str = "") -> str:
@@ -95,13 +97,13 @@ def cure(problem: str, where: str, cluster: str = "") -> str:
     return {
         Obstacle.REFUSED: f"The machine at {where} answers, but no covey node listens there. Start covey run on that "
         f"machine. If it already runs there, covey status on that machine shows its port (the first node takes "
-        f"{PORTS[0]}).",
+        f"{NODE_PORTS[0]}).",
         Obstacle.SILENCE: f"Nothing came back from {where}. Check on that machine that it is on, that this is "
         f"still its address (ip address), and that its firewall lets {PORT_RANGE} in: {OPEN_PORTS}",
         Obstacle.NO_ROUTE: f"This machine has no route to {where}. Check that both are on one network and that the "
         "address is right: ip address, ip route",
         Obstacle.NO_NAME: f"The name in {where} cannot be looked up. Write a numeric address, or correct the name.",
-        Obstacle.MALFORMED: f"Write it as HOST or HOST:PORT, for example 192.0.2.10:{PORTS[0]}",
+        Obstacle.MALFORMED: f"Write it as HOST or HOST:PORT, for example 192.0.2.10:{NODE_PORTS[0]}",
         Obstacle.SECRET: f"Enroll one of the two machines with the join code of the other: covey init --show {cluster} "
         "there, covey enroll here. After covey secret rotate, restart programs that still use the old secret.",
         Obstacle.CLOCK_HERE: "Set the clock of this machine: timedatectl set-ntp true",

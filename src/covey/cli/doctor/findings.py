@@ -5,8 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import TYPE_CHECKING, Final
 
-from covey.base.config import PORTS
-from covey.base.settings import RELAY_PORT
+from covey.base.settings import NODE_PORTS, RELAY_PORT
 from covey.cli.doctor.finding import (
     OPEN_PORTS,
     PORT_RANGE,
@@ -130,7 +129,7 @@ def _no_node(facts: Facts) -> Iterator[Finding]:
         f"No node of cluster {facts.cluster!r} was found{silence}.",
         "Start covey run here or on another machine. If it already runs there, run covey doctor there at the same "
         "time: the two look for each other. If they do not meet, give one the address of the other: covey doctor "
-        f"--seeds IP:{PORTS[-1]}",
+        f"--seeds IP:{NODE_PORTS[-1]}",
     )
 
 

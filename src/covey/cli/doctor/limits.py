@@ -23,7 +23,7 @@ NBYTES: Final = 64 << 20
 FLOAT_BYTES: Final = 4
 LEAST_SPEEDUP: Final = 1.2
 """How many times faster a sum must become for a link to be worth a finding."""
-MEDIA: Final = {"wireless": "is on Wi-Fi", "wired": "is on a cable", "virtual": "is on a virtual network"}
+MEDIUM_PHRASES: Final = {"wireless": "is on Wi-Fi", "wired": "is on a cable", "virtual": "is on a virtual network"}
 
 
 def limiting_links(found: Mapping[str, RunNetwork | None]) -> tuple[LimitingLink, ...]:
@@ -89,7 +89,7 @@ def slow_machines(facts: Facts) -> Iterator[Finding]:
     """Report which machine's link limits each run."""
     for limit in facts.limits:
         gain = limit.seconds / limit.seconds_then
-        how = MEDIA.get(limit.medium, "has the slowest link")
+        how = MEDIUM_PHRASES.get(limit.medium, "has the slowest link")
         text = (
             f"{limit.host_name} {how} and {limit.direction} {spell_rate(limit.bytes_per_second)}: it limits run "
             f"{limit.run!r}. The next slowest machine has {spell_rate(limit.next_bytes_per_second)}."

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MOST_PATHS: Final = 1000
 WRITTEN_BYTES: Final = 1 << 16
 """How much is written into a folder to test whether it is writable."""
-_TEMPORARY: Final = ("TMPDIR", "XDG_RUNTIME_DIR")
+_TEMPORARY_VARIABLES: Final = ("TMPDIR", "XDG_RUNTIME_DIR")
 SECRETS: Final = ("COVEY_SECRET_FD", "COVEY_TOKEN_FD")
 
 
@@ -116,7 +116,7 @@ def _private_paths(home: Path, env: Mapping[str, str]) -> Iterator[PrivatePath]:
 
 def _below(home: Path, env: Mapping[str, str]) -> Iterator[Path]:
     """Yield a folder and what is in it, in order, but for folders of temporary files: those of any program."""
-    temporary = {os.path.realpath(folder) for name in _TEMPORARY if (folder := env.get(name))}
+    temporary = {os.path.realpath(folder) for name in _TEMPORARY_VARIABLES if (folder := env.get(name))}
     for folder, inner, files in os.walk(home):
         inner[:] = sorted(name for name in inner if os.path.realpath(os.path.join(folder, name)) not in temporary)
         yield from (Path(folder, name) for name in ("", *sorted(files)))
@@ -127,7 +127,7 @@ def _folders(env: Mapping[str, str], home: Path) -> Iterator[Folder]:
     yield _folder("configuration", home, "COVEY_HOME")
     temporary, runtime = env.get("TMPDIR", "") or "/tmp", env.get("XDG_RUNTIME_DIR", "")
     if temporary == runtime:
-        yield _folder("temporary", Path(temporary), " and ".join(_TEMPORARY))
+        yield _folder("temporary", Path(temporary), " and ".join(_TEMPORARY_VARIABLES))
         return
     yield _folder("temporary", Path(temporary), "TMPDIR")
     if runtime:

@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
+from covey.base.settings import NODE_PORTS
 from covey.cli.doctor.facts import ConnectionTry, LimitingLink, MetNode, NetworkFacts, PastWait, SeedFacts, WaitFacts
 from covey.cli.doctor.limits import limiting_links
 from covey.cli.doctor.probes import MulticastListener
@@ -22,7 +22,7 @@ from covey.net.keys import clusters, owner
 from covey.net.keys.identity import own_ids
 from covey.runtime import loop as control
 from covey.runtime.joining.waiting import bare_reason
-from covey.runtime.links.handshake import SILENCE, spell
+from covey.runtime.links.handshake import NO_ANSWER, spell
 from covey.runtime.links.probe import PROBE_SECONDS, Sounding, sound, sound_each, throughput
 from covey.runtime.loop import aside
 from covey.runtime.peers.reach import NOT_TRIED, TOO_OFTEN
@@ -50,7 +50,7 @@ LAST_MEASUREMENT_SECONDS: Final = 8.0
 """No measurement starts later than this."""
 POLITE_SECONDS: Final = 1.5
 """How long to stay connected for another doctor, which may have started later and still be examining this one."""
-FLOW_SECONDS: Final = 0.5
+SHORT_FLOW_SECONDS: Final = 0.5
 LONG_FLOW_SECONDS: Final = 1.0
 LONG_ROUND_TRIP: Final = 0.01
 """Above this, throughput is measured for LONG_FLOW_SECONDS: a long round trip takes longer to reach full speed."""
@@ -166,8 +166,8 @@ class NodeSearch:
                 is_here = any(each.ip in ("127.0.0.1", "::1") for each in addresses)
                 found = await sound_each(addresses, self._own, mesh.endpoint.credentials, same_host=is_here)
             except (OSError, CoveyError) as error:  # TimeoutError, too
-                return str(error) or SILENCE
-            return "" if any(each.round_trip >= 0 for each in found) else found[0].problem if found else SILENCE
+                return str(error) or NO_ANSWER
+            return "" if any(each.round_trip >= 0 for each in found) else found[0].problem if found else NO_ANSWER
 
         problems = await asyncio.gather(*map(try_one, self._seeds))
         return dict(zip(self._seeds, problems, strict=True))
@@ -218,7 +218,7 @@ class NodeSearch:
 
     def _measure(self, mesh: ClusterMesh, node: MetNode, way: Where | None) -> MetNode:
         """Measure the throughput to one node while no other is measured, if there is time left."""
-        seconds = LONG_FLOW_SECONDS if node.round_trip > LONG_ROUND_TRIP else FLOW_SECONDS
+        seconds = LONG_FLOW_SECONDS if node.round_trip > LONG_ROUND_TRIP else SHORT_FLOW_SECONDS
         if way is None or self._until - time.monotonic() < seconds:
             return node
         flow = throughput(way, mesh.endpoint.credentials, FLOW_BYTES, seconds)
@@ -240,16 +240,16 @@ class NodeSearch:
             for ip, announces in heard.speakers.items()
             if announces and ip not in known
         }
-        ports = (*PORTS[:MOST_PORTS], PORTS[-1])
+        ports = (*NODE_PORTS[:MOST_PORTS], NODE_PORTS[-1])
         dials = {
             ip: [sound((ip, port, 0, index) if ":" in ip else (ip, port), mesh.endpoint.credentials) for port in ports]
             for ip, index in itertools.islice(silent.items(), MOST_SILENT)
         }
         answers = await asyncio.gather(*(asyncio.gather(*each) for each in dials.values()))
         return {
-            ip: f"{NO_WAY}: {SILENCE}"
+            ip: f"{NO_WAY}: {NO_ANSWER}"
             for ip, each in zip(dials, answers, strict=True)
-            if all(answer.problem == SILENCE for answer in each)
+            if all(answer.problem == NO_ANSWER for answer in each)
         }
 
     def _names(self) -> dict[str, str]:
@@ -403,7 +403,7 @@ def _answers_at(seed: str, node: MetNode) -> bool:
     """Tell whether `node` answers at a seed; another doctor on the same machine counts, too."""
     if not _is_at(seed, node.addresses):
         return False
-    port = seed.rpartition(":")[2] if _has_port(seed) else str(PORTS[0])
+    port = seed.rpartition(":")[2] if _has_port(seed) else str(NODE_PORTS[0])
     return node.purpose == "visitor" or any(way.address.endswith(f":{port}") for way in node.ways_there)
 
 
@@ -414,7 +414,7 @@ def _has_port(seed: str) -> bool:
 def _doctors_at(seeds: tuple[str, ...]) -> Iterator[str]:
     """Yield the addresses at which a doctor would listen on the machines of seeds: visitors use the last port."""
     for seed in seeds:
-        if seed.endswith(f":{PORTS[0]}"):
-            yield seed.removesuffix(str(PORTS[0])) + str(PORTS[-1])
+        if seed.endswith(f":{NODE_PORTS[0]}"):
+            yield seed.removesuffix(str(NODE_PORTS[0])) + str(NODE_PORTS[-1])
         elif ":" not in seed:
-            yield f"{seed}:{PORTS[-1]}"
+            yield f"{seed}:{NODE_PORTS[-1]}"

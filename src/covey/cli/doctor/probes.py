@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MDNS_PORT: Final = 5353
 GROUP4, GROUP6 = "224.0.0.251", "ff02::fb"
 SOURCES_COUNTED: Final = 256
-_COVEY: Final = b"\x06_covey\x04_tcp"
+_COVEY_SERVICE: Final = b"\x06_covey\x04_tcp"
 UNUSED_PORT: Final = 9
 """The port of the discard service."""
 ROUTER_SECONDS: Final = 8.0
@@ -78,7 +78,7 @@ class MulticastListener(asyncio.DatagramProtocol):
             heard.own += 1
             return
         heard.others += 1
-        if _COVEY in data and len(data) > 12 and len(heard.speakers) < SOURCES_COUNTED:
+        if _COVEY_SERVICE in data and len(data) > 12 and len(heard.speakers) < SOURCES_COUNTED:
             is_answer = bool(data[2] & 0x80)
             heard.speakers[ip] = heard.speakers.get(ip, False) or is_answer
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from covey.cli.doctor.facts import ConnectionTry, Facts, Machine, MetNode, NetworkFacts
     from covey.cli.doctor.finding import Finding, Weight
 
-STYLES: Final[dict[Weight, str]] = {"problem": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+FINDING_STYLES: Final[dict[Weight, str]] = {"problem": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 ROOMY: Final = 84
 """Terminal width from which tables show all their columns."""
 MOST_NODES: Final = 20
@@ -225,13 +225,13 @@ def _findings(found: Sequence[Finding]) -> RenderableType:
     for number, finding in enumerate(found):
         if number:
             grid.add_row()
-        grid.add_row(Text(finding.weight, style=STYLES[finding.weight]), Text(finding.text))
+        grid.add_row(Text(finding.weight, style=FINDING_STYLES[finding.weight]), Text(finding.text))
         grid.add_row("", Text(f"-> {finding.remedy}", style="green"))
     return grid
 
 
 def _summary(facts: Facts, found: Sequence[Finding], where: str) -> str:
-    counts = [f"{sum(each.weight == weight for each in found)} {weight}" for weight in STYLES]
+    counts = [f"{sum(each.weight == weight for each in found)} {weight}" for weight in FINDING_STYLES]
     counted = ", ".join(
         count if count.startswith("1 ") else f"{count}s" for count in counts if not count.startswith("0")
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from covey.cli.status.network import NetworkHost, RunNetwork
 
-HOST_WIDTH, HOST_HEIGHT, HEADING, LEFT, GAP, LINE = 270, 62, 30, 24, 24, 18
+HOST_WIDTH, HOST_HEIGHT, HEADING, PICTURE_MARGIN, GAP, LINE = 270, 62, 30, 24, 24, 18
 """Of the picture, in pixels: a machine, the heading of a site, the margin, the space between sites, a line of text."""
 ARROW: Final = 130
 """The space between two sites, with what passes between them."""
@@ -69,14 +69,16 @@ def _run(name: str, found: RunNetwork, top: int) -> tuple[list[str], int, int]:
     """Return the elements of one run, and the width and height of its picture."""
     boxes, right = _placed(found, ARROW if len(found.network.trunks) == 2 else GAP)
     has_arrows = len(boxes) == 2 and boxes[0].y == boxes[1].y
-    right = max(right, LEFT + LEAST_WIDTH)
-    letters = int((right - LEFT) / SMALL_LETTER)
+    right = max(right, PICTURE_MARGIN + LEAST_WIDTH)
+    letters = int((right - PICTURE_MARGIN) / SMALL_LETTER)
     counts = f"{plural(len(found.hosts), 'machine')} at {plural(len(found.network.trunks), 'site')}"
     notes = wrap(f"{counts}, measured {duration(found.age)} ago", letters)
     notes += wrap(found.plan, letters) if found.plan else []
-    parts = [f'<text class="title" x="{LEFT}" y="{top + 34}">{escape(_short(f"run {name}", letters // 2))}</text>']
+    parts = [
+        f'<text class="title" x="{PICTURE_MARGIN}" y="{top + 34}">{escape(_short(f"run {name}", letters // 2))}</text>'
+    ]
     for number, line in enumerate(notes):
-        parts.append(f'<text class="note" x="{LEFT}" y="{top + 56 + number * LINE}">{escape(line)}</text>')
+        parts.append(f'<text class="note" x="{PICTURE_MARGIN}" y="{top + 56 + number * LINE}">{escape(line)}</text>')
     top_of_boxes = 56 + len(notes) * LINE
     fastest = max((slower(host) for host in found.hosts), default=1.0)
     for box in boxes:
@@ -88,18 +90,18 @@ def _run(name: str, found: RunNetwork, top: int) -> tuple[list[str], int, int]:
         drawn, width, height = _table(found, top + bottom + GAP)
         parts += drawn
         right, bottom = max(right, width), bottom + GAP + height
-    return parts, right + LEFT, bottom + GAP
+    return parts, right + PICTURE_MARGIN, bottom + GAP
 
 
 def _placed(found: RunNetwork, gap: int) -> tuple[list[_Box], int]:
     """Return where the sites are, in rows, and where the last one ends to the right."""
     boxes: list[_Box] = []
-    x, y, used, right = LEFT, 0, 0, 0
+    x, y, used, right = PICTURE_MARGIN, 0, 0, 0
     for site in range(len(found.network.trunks)):
         number = sum(host.site == site for host in found.hosts)
         columns = min(COLUMNS, max(1, math.ceil(number / ROWS)))
         if used and used + columns > COLUMNS:
-            x, y, used = LEFT, max(box.y + box.height for box in boxes) + GAP, 0
+            x, y, used = PICTURE_MARGIN, max(box.y + box.height for box in boxes) + GAP, 0
         box = _Box(site, x, y, columns, math.ceil(number / columns))
         boxes.append(box)
         x, used, right = x + box.width + gap, used + columns, max(right, x + box.width)
@@ -154,12 +156,12 @@ def _arrows(first: _Box, top: int, found: RunNetwork) -> list[str]:
 
 def _table(found: RunNetwork, top: int) -> tuple[list[str], int, int]:
     """Write what passes between more than two sites; return the right edge and the height, too."""
-    places, first = range(len(found.network.trunks)), LEFT + 90
-    parts = [f'<text class="heading" x="{LEFT}" y="{top + 14}">between sites, Mbit/s</text>']
+    places, first = range(len(found.network.trunks)), PICTURE_MARGIN + 90
+    parts = [f'<text class="heading" x="{PICTURE_MARGIN}" y="{top + 14}">between sites, Mbit/s</text>']
     for one in places:
         y, x = top + 38 + (one + 1) * LINE, first + (one + 1) * CELL
         parts.append(f'<text class="tick" text-anchor="end" x="{x}" y="{top + 38}">to {one}</text>')
-        parts.append(f'<text class="tick" x="{LEFT}" y="{y}">from site {one}</text>')
+        parts.append(f'<text class="tick" x="{PICTURE_MARGIN}" y="{y}">from site {one}</text>')
         for other in places:
             if one != other:
                 shown = mbit(found.network.trunks[one][other])

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.text import Text
 
-from covey.cli.layout import Column, lay_out, wrap
+from covey.cli.layout import NO_VALUE, Column, lay_out, wrap
 from covey.cli.terminal import plural
 
 if TYPE_CHECKING:
     from covey.watch.overview import Overview, RankSeen, RunSeen
 
-STYLES: Final = {"fine": "green", "note": "", "warning": "yellow", "error": "red"}
-MOST_RANKS: Final = 32
+SENTENCE_STYLES: Final = {"fine": "green", "note": "", "warning": "yellow", "error": "red"}
+TABLE_RANKS: Final = 32
 """Rows of a table; of more ranks, those that are not well come first, and the others are counted."""
-UNKNOWN: Final = "-"
 
 
 def as_object(overview: Overview) -> dict[str, Any]:
@@ -57,11 +56,11 @@ def _headline(run: RunSeen) -> str:
 
 def table(overview: Overview, width: int | None) -> Text:
     """Return an overview for a terminal of this width."""
-    lines = [Text(each, STYLES[overview.sentence.level]) for each in _wrapped(overview.sentence.text, width)]
+    lines = [Text(each, SENTENCE_STYLES[overview.sentence.level]) for each in _wrapped(overview.sentence.text, width)]
     for run in overview.runs:
         lines += [Text(), *(Text(each, "bold") for each in _wrapped(_headline(run), width))]
         if run.sentence.text and run.sentence.text != overview.sentence.text:
-            lines += [Text(each, STYLES[run.sentence.level]) for each in _wrapped(run.sentence.text, width)]
+            lines += [Text(each, SENTENCE_STYLES[run.sentence.level]) for each in _wrapped(run.sentence.text, width)]
         lines += _ranks(run, overview, width)
         lines += [
             Text(each, "dim")
@@ -76,15 +75,15 @@ def table(overview: Overview, width: int | None) -> Text:
 def _ranks(run: RunSeen, overview: Overview, width: int | None) -> list[Text]:
     machines = {machine.id: machine.name for machine in overview.machines}
     ranks = (
-        sorted(run.ranks, key=lambda rank: rank.state == "active")[:MOST_RANKS]
-        if len(run.ranks) > MOST_RANKS
+        sorted(run.ranks, key=lambda rank: rank.state == "active")[:TABLE_RANKS]
+        if len(run.ranks) > TABLE_RANKS
         else run.ranks
     )
     columns = [
-        Column("rank", [UNKNOWN if rank.rank < 0 else str(rank.rank) for rank in ranks], is_right=True),
+        Column("rank", [NO_VALUE if rank.rank < 0 else str(rank.rank) for rank in ranks], is_right=True),
         Column("machine", [machines.get(rank.machine, "") for rank in ranks], leave_out=2),
         Column("state", [rank.state for rank in ranks]),
-        Column("step", [UNKNOWN if rank.step is None else str(rank.step) for rank in ranks], is_right=True),
+        Column("step", [NO_VALUE if rank.step is None else str(rank.step) for rank in ranks], is_right=True),
         Column("compute", [_time(rank.compute) for rank in ranks], is_right=True, leave_out=3),
         Column("sync", [_time(rank.sync) for rank in ranks], is_right=True, leave_out=3),
         Column("doing", [_doing(rank) for rank in ranks], leave_out=1, wraps=True),
@@ -102,7 +101,7 @@ def _doing(rank: RankSeen) -> str:
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
-        return UNKNOWN
+        return NO_VALUE
     return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 

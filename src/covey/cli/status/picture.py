@@ -35,7 +35,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Node:
+class PicturedNode:
     """One node of a run."""
 
     id: str
@@ -67,7 +67,7 @@ class Run:
     name: str
     state: str
     since: float
-    nodes: tuple[Node, ...]
+    nodes: tuple[PicturedNode, ...]
     waits: tuple[str, ...] = ()
     """What its nodes wait for, and the problems that they report."""
     events: tuple[Event, ...] = ()
@@ -154,9 +154,11 @@ def _run(name: str, told: list[tuple[PeerReport, Tell]]) -> Run:
     running = [tell for _, tell in told if tell.state == "running"]
     leader, tie_breaker = (running[0].leader, running[0].tie_breaker) if running else (b"", b"")
 
-    def node(card: Card, state: str, since: float | None, offset: float | None, peers: Iterable[PeerReport]) -> Node:
+    def node(
+        card: Card, state: str, since: float | None, offset: float | None, peers: Iterable[PeerReport]
+    ) -> PicturedNode:
         address = card.contact.addresses[0] if card.contact.addresses else None
-        return Node(
+        return PicturedNode(
             id=card.id.hex(),
             name=card.name,
             short_id=short_id(card.id),

@@ -17,7 +17,7 @@ from covey.cli.terminal import plural
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from covey.cli.status.picture import Node, Picture, Run, Way
+    from covey.cli.status.picture import Picture, PicturedNode, Run, Way
     from covey.net.host.runs import LocalRunFound
     from covey.runtime.events import Event
 
@@ -27,7 +27,7 @@ MOST_REASONS: Final = 8
 """How many reasons for a wait are shown; `covey doctor` shows all."""
 MOST_EVENTS: Final = 8
 """How many of a run's last events are shown."""
-CLOCK_SECONDS: Final = 1.0
+NOTED_CLOCK_SECONDS: Final = 1.0
 """A clock that differs by more than this is noted."""
 
 
@@ -117,7 +117,7 @@ def _releases(run: Run, width: int | None) -> list[Text]:
     return [Text(line) for line in _wrapped(f"  releases: {said}{spoken}", width)]
 
 
-def _members(run: Run) -> list[Node]:
+def _members(run: Run) -> list[PicturedNode]:
     is_joining = run.state == "joining"
     return [node for node in run.nodes if (node.state != "refused" if is_joining else node.rank is not None)]
 
@@ -153,12 +153,12 @@ def _wrapped(text: str, width: int | None) -> list[str]:
     return [text] if width is None else wrap(text, width)
 
 
-def _notes(node: Node, run: Run) -> tuple[str, str]:
+def _notes(node: PicturedNode, run: Run) -> tuple[str, str]:
     notes, style = ["leader"] * node.is_leader + ["tie-breaker"] * node.is_tie_breaker, "bold"
     if node.state != run.state:
         notes.append(node.state)
         style = _style(node.state)
-    if node.clock_offset is not None and abs(node.clock_offset) > CLOCK_SECONDS:
+    if node.clock_offset is not None and abs(node.clock_offset) > NOTED_CLOCK_SECONDS:
         notes.append(f"clock {node.clock_offset:+.1f} s")
         style = "yellow"
     return ", ".join(notes), style
@@ -183,14 +183,14 @@ def _links(run: Run, width: int | None) -> list[Text]:
     return [Text(), *(Text(line) for text in _summary(told) for line in _wrapped(text, width)), *_relayed(told, width)]
 
 
-def _relayed(told: list[Node], width: int | None) -> list[Text]:
+def _relayed(told: list[PicturedNode], width: int | None) -> list[Text]:
     """Return a line for each relay that links go through: the two ends of a link may name it differently."""
     relays = collections.Counter(way.relay for node in told for way in node.peers if way.relay)
     lines = [f"relayed by {relay}: {plural(count, 'link')}" for relay, count in sorted(relays.items())]
     return [Text(part, "yellow") for line in lines for part in _wrapped(line, width)]
 
 
-def _summary(told: list[Node]) -> list[str]:
+def _summary(told: list[PicturedNode]) -> list[str]:
     ways = sorted(((way.lane, node, way) for node in told for way in node.peers), key=lambda each: each[0])
     lines = []
     for lane, group in itertools.groupby(ways, key=lambda each: each[0]):
@@ -229,7 +229,7 @@ def _what(event: Event) -> str:
     return ": ".join(filter(None, parts))
 
 
-def _label(node: Node) -> str:
+def _label(node: PicturedNode) -> str:
     return node.name if node.rank is None else f"{node.rank}"
 
 

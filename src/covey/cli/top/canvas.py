@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 from rich.cells import cell_len, set_cell_size
 
-from covey.cli.layout import wrap
+from covey.cli.layout import NO_VALUE, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from covey.cli.layout import Line
 
-UNKNOWN: Final = "-"
-_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
-PLAIN: Final = str.maketrans("─│▁▂▃▄▅▆▇█…·°", "-|__..--##..*")
+_EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
+PLAIN_LETTERS: Final = str.maketrans("─│▁▂▃▄▅▆▇█…·°", "-|__..--##..*")
 """For terminals without UTF-8."""
 
 
@@ -107,7 +106,7 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
             cells = [" "] * (height - 1) + ["!"]
         else:
             filled = steps // 2 if high == low else 1 + round((value - low) / (high - low) * (steps - 1))
-            cells = [_BLOCKS[min(max(filled - 8 * (height - 1 - row), 0), 8)] for row in range(height)]
+            cells = [_EIGHTHS[min(max(filled - 8 * (height - 1 - row), 0), 8)] for row in range(height)]
         rows = [row + cell for row, cell in zip(rows, cells, strict=True)]
     return rows
 
@@ -126,7 +125,7 @@ def _mean(values: Sequence[float]) -> float:
 def number(value: float | None) -> str:
     """Return a number with four digits at most, or more before the point."""
     if value is None:
-        return UNKNOWN
+        return NO_VALUE
     if not math.isfinite(value):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 1000 or (value == int(value) and abs(value) < 1e6) else f"{value:.4g}"
@@ -135,7 +134,7 @@ def number(value: float | None) -> str:
 def seconds(value: float | None) -> str:
     """Return a duration in at most seven characters."""
     if value is None or not math.isfinite(value):
-        return UNKNOWN
+        return NO_VALUE
     if value < 0.9995:
         return f"{value * 1e3:.0f} ms" if value >= 0.00995 or value == 0 else f"{value * 1e3:.1f} ms"
     if value < 99.5:
@@ -155,7 +154,7 @@ def lasted(value: float) -> str:
 def byte_count(value: float | None) -> str:
     """Return a number of bytes in at most six characters."""
     if value is None or not math.isfinite(value):
-        return UNKNOWN
+        return NO_VALUE
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.5:
             return f"{value:.0f} {unit}" if value >= 9.95 or unit == "B" else f"{value:.1f} {unit}"
@@ -165,7 +164,7 @@ def byte_count(value: float | None) -> str:
 
 def share(value: float | None) -> str:
     """Return a share, 0 to 1, as per cent in at most four characters."""
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{min(value * 100, 999):.0f}%"
+    return NO_VALUE if value is None or not math.isfinite(value) else f"{min(value * 100, 999):.0f}%"
 
 
 def joined(parts: Iterable[str], between: str = "  ") -> str:

@@ -15,7 +15,7 @@ from covey.cli.top.state import ViewState
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-FIRST_LOOK_SECONDS: Final = 3.0
+FIRST_PICTURE_SECONDS: Final = 3.0
 """How long the first look may take before the picture is shown without it."""
 
 
@@ -38,7 +38,7 @@ def top(
     from covey.watch.far_output import outputs_of
 
     with open_collector(run, cluster) as collector:
-        collector.next_after(0, FIRST_LOOK_SECONDS)
+        collector.next_after(0, FIRST_PICTURE_SECONDS)
         if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
             return print_lines(collector, ViewState(), lambda line: print(printable(line), flush=True))
         encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")

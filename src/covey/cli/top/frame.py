@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from covey.cli.top.canvas import beside, clip, fit, joined, number, paragraph, rule, seconds, width_of
 from covey.cli.top.panels import (
-    LEVELS,
+    NEWS_STYLES,
     curve_rows,
     event_rows,
     help_rows,
@@ -225,7 +225,7 @@ def _sentence(overview: Overview, run: RunSeen | None, width: int, most: int, *,
     mark = {"warning": "! ", "error": "! "}.get(sentence.level, "")
     if not sentence.text:
         return []
-    lines: list[Line] = [[(part, LEVELS[sentence.level])] for part in paragraph(mark + sentence.text, width, most)]
+    lines: list[Line] = [[(part, NEWS_STYLES[sentence.level])] for part in paragraph(mark + sentence.text, width, most)]
     if has_reason and sentence.level != "fine" and sentence.why:
         lines.append([(fit(f"  {sentence.why[0]}", width).rstrip(), "dim")])
     return lines

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 PICTURE_EVERY: Final = 0.25
 """Seconds between looks whether there is a new overview, or another size of the terminal."""
-CLOCK_SECONDS: Final = 1.0
+REDRAWN_EVERY: Final = 1.0
 """How often the picture is drawn without news: ages grow."""
 OUTPUT_LINES: Final = 1000
 """Lines of output that can be scrolled back to."""
-ENDS: Final = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+END_SIGNALS: Final = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 
 class OverviewSource(Protocol):
@@ -94,7 +94,7 @@ class TopLoop:
                 ready = select.select(inputs, [], [], patience)[0]
                 if wake.fileno() in ready:
                     wake.recv(4096)
-                if ENDS & set(arrived):
+                if END_SIGNALS & set(arrived):
                     return
                 if signal.SIGTSTP in arrived:
                     self._screen.pause()
@@ -158,7 +158,7 @@ class TopLoop:
         if newest.serial != self._overview.serial and not self._state.is_paused:
             self._overview = newest
             is_pressed = True
-        is_due = time.monotonic() - self._drawn_at >= CLOCK_SECONDS
+        is_due = time.monotonic() - self._drawn_at >= REDRAWN_EVERY
         if is_pressed or is_due or self._screen.has_changed():
             self._draw()
 
@@ -192,7 +192,7 @@ def print_lines(source: OverviewSource, state: ViewState, write: Callable[[str],
     """Print one line a second, until SIGINT or SIGTERM: for output that is not a terminal."""
     arrived: list[int] = []
     with signals_noted(arrived) as wake:
-        while not ENDS & set(arrived):
+        while not END_SIGNALS & set(arrived):
             write(f"{time.strftime('%H:%M:%S')}  {line_of(source.newest(), state)}")
-            if select.select([wake], [], [], CLOCK_SECONDS)[0]:
+            if select.select([wake], [], [], REDRAWN_EVERY)[0]:
                 wake.recv(4096)

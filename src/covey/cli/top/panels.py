@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from rich.cells import cell_len
 
 from covey.base.text import listed_ranks, spell_rate
-from covey.cli.top.canvas import UNKNOWN, bar, byte_count, curve, fit, joined, lasted, number, paragraph, seconds, share
+from covey.cli.layout import NO_VALUE
+from covey.cli.top.canvas import bar, byte_count, curve, fit, joined, lasted, number, paragraph, seconds, share
 from covey.cli.top.state import LETTERS, machine_names, machine_of, shown_ranks, waiting_for
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from covey.watch.output import OutputLine
     from covey.watch.overview import MachineSeen, Moment, Overview, RankSeen, RunSeen
 
-STYLES: Final = {
+RANK_STYLES: Final = {
     "active": "",
     "waiting": "cyan",
     "late": "bold yellow",
@@ -34,7 +35,7 @@ STYLES: Final = {
     "left": "dim",
     "joining": "green",
 }
-LEVELS: Final = {"fine": "", "note": "", "warning": "bold yellow", "error": "bold red"}
+NEWS_STYLES: Final = {"fine": "", "note": "", "warning": "bold yellow", "error": "bold red"}
 SLIM: Final = 40
 """Panels that are narrower show the two ends of a link and its speed only."""
 RANK_COLOURS: Final = ("cyan", "yellow", "green", "magenta", "blue", "red")
@@ -52,7 +53,7 @@ HELP: Final = (
     ("u", "how to open the page"),
     ("? q Ctrl-C", "this help; leave, without effect on the run"),
 )
-STATES: Final = "A active  W waiting  B behind: others wait  S stopped  ? silent  L lost  X left  J joining"
+STATE_LETTERS: Final = "A active  W waiting  B behind: others wait  S stopped  ? silent  L lost  X left  J joining"
 
 
 class _Cell(NamedTuple):
@@ -110,7 +111,7 @@ def _columns(name_width: int, width: int) -> list[_Cell]:
 def _rank_row(
     rank: RankSeen, names: dict[str, str], machine: MachineSeen | None, columns: Sequence[_Cell], *, is_marked: bool
 ) -> Line:
-    style = STYLES[rank.state]
+    style = RANK_STYLES[rank.state]
     since = f" {seconds(rank.operation_age)}" if rank.operation and rank.operation_age is not None else ""
     values = {
         "rank": str(rank.rank),
@@ -149,7 +150,7 @@ def _state_letters(run: RunSeen, state: ViewState, width: int, most: int) -> lis
         line: Line = []
         for rank in run.ranks[begin : begin + per_row]:
             letter = "·" if rank.state == "active" else LETTERS[rank.state]
-            line.append((letter, "reverse" if rank.rank == state.rank else STYLES[rank.state]))
+            line.append((letter, "reverse" if rank.rank == state.rank else RANK_STYLES[rank.state]))
         lines.append(line)
     return lines
 
@@ -171,7 +172,7 @@ def link_lines(run: RunSeen | None, names: dict[str, str], wanted: str, width: i
         source, target = names.get(link.source, link.source), names.get(link.target, link.target)
         ends = f"{source} > {target}" if width >= SLIM else fit(f"{source}>{target}", max(width - 12, 1))
         carries = f"{byte_count(link.sent_per_second)}/s now" if link.sent_per_second is not None else ""
-        can = spell_rate(link.bytes_per_second) if link.bytes_per_second is not None else UNKNOWN
+        can = spell_rate(link.bytes_per_second) if link.bytes_per_second is not None else NO_VALUE
         trip = seconds(link.round_trip) if link.round_trip is not None else ""
         way = joined((link.lane, link.medium, link.interface, f"by relay {link.relay}" * bool(link.relay)), " ")
         parts = (ends, can, carries, trip, way)
@@ -221,7 +222,7 @@ def event_rows(run: RunSeen | None, state: ViewState, width: int, rows: int, *, 
         if not wanted or wanted in f"{each.kind} {each.text}".casefold():
             for at, part in enumerate(paragraph(each.text, max(width - 9, 1), most)):
                 clock = _clock(each.at) if at == 0 else " " * 8
-                lines.append([(clock, "dim"), (" ", ""), (part, LEVELS[each.level])])
+                lines.append([(clock, "dim"), (" ", ""), (part, NEWS_STYLES[each.level])])
     return _scrolled(lines, state.scroll, rows) or [[("no event yet", "dim")]]
 
 
@@ -281,7 +282,10 @@ def rank_alone(run: RunSeen, overview: Overview, state: ViewState, width: int, r
     for title, text in pairs:
         for at, part in enumerate(paragraph(text, max(width - 11, 1), 3) if text else ()):
             lines.append(
-                [(fit(title if at == 0 else "", 11), "dim"), (part, STYLES[rank.state] if title == "state" else "")]
+                [
+                    (fit(title if at == 0 else "", 11), "dim"),
+                    (part, RANK_STYLES[rank.state] if title == "state" else ""),
+                ]
             )
     if machine is not None:
         lines += machine_lines(_only(overview, machine), "", width)
@@ -342,7 +346,7 @@ def help_rows(width: int, rows: int) -> list[Line]:
             [(fit(keys if at == 0 else "", 14), "bold"), (part, "")]
             for at, part in enumerate(paragraph(what, max(width - 14, 1), 2))
         ]
-    return [*lines, *([(part, "dim")] for part in paragraph(STATES, width, 3))][:rows]
+    return [*lines, *([(part, "dim")] for part in paragraph(STATE_LETTERS, width, 3))][:rows]
 
 
 def _scrolled(lines: Sequence[Line], scroll: int, rows: int) -> list[Line]:

@@ -14,7 +14,7 @@ import termios
 import time
 from typing import TYPE_CHECKING, Final, Self
 
-from covey.cli.top.canvas import PLAIN
+from covey.cli.top.canvas import PLAIN_LETTERS
 from covey.cli.top.frame import ScreenSize
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ RESTORE_SECONDS: Final = 0.5
 """How long the terminal may take to accept what restores it."""
 SEQUENCE_LIMIT: Final = 32
 """Characters after which a sequence is given up."""
-CHUNK_BYTES: Final = 256
+SCREEN_CHUNK_BYTES: Final = 256
 """So much is taken without a wait by a terminal that is ready."""
 _SEQUENCES: Final = {
     "[A": "up", "[B": "down", "OA": "up", "OB": "down", "[5~": "page-up", "[6~": "page-down",
     "[H": "home", "[F": "end", "OH": "home", "OF": "end", "[1~": "home", "[4~": "end",
 }  # fmt: skip
 _SINGLE: Final = {"\r": "enter", "\n": "enter", "\t": "tab", "\x7f": "backspace", "\x08": "backspace", "\x03": "ctrl-c"}
-_CODES: Final = {
+_STYLE_CODES: Final = {
     "bold": "1", "dim": "2", "reverse": "7",
     "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
 }  # fmt: skip
@@ -166,11 +166,11 @@ class TopScreen:
         text = "".join(f"\x1b[0;{self._codes(style)}m{piece}" if style else f"\x1b[0m{piece}" for piece, style in line)
         if self._has_letters:
             return text.encode("utf-8", "replace")
-        return text.translate(PLAIN).encode("ascii", "replace")
+        return text.translate(PLAIN_LETTERS).encode("ascii", "replace")
 
     def _codes(self, style: str) -> str:
         words = [word for word in style.split() if self._has_colours or word not in _COLOURS]
-        return ";".join(_CODES[word] for word in words)
+        return ";".join(_STYLE_CODES[word] for word in words)
 
     def _put(self, data: bytes, within: float = 0.1) -> bool:
         """Write; return False if the terminal does not take all of it in time."""
@@ -179,5 +179,5 @@ class TopScreen:
             left = max(deadline - time.monotonic(), 0.0)
             if not select.select([], [self._output], [], left)[1]:
                 return False
-            rest = rest[os.write(self._output, rest[:CHUNK_BYTES]) :]
+            rest = rest[os.write(self._output, rest[:SCREEN_CHUNK_BYTES]) :]
         return True

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from covey.base.numbers import operation_name
+from covey.runtime.recorder import OUTCOMES, RUNNING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from covey.wire.reports import Flight, FlownOperation
-
-RUNNING, RETURNED, FAILED = range(3)
-OUTCOMES = ("running", "returned", "failed")
 
 
 class RankCall(NamedTuple):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from covey.runtime.work import Work
 
 _METHOD: Final = "/covey.Bench/add"
-_NAME: Final = "localhost"
+_CALLED_HOST: Final = "localhost"
 AGAINST: Final = ("grpc",)
 
 
@@ -108,7 +108,7 @@ class GrpcClient:
         if certificate is None:
             channel = grpc.aio.insecure_channel(address)
         else:
-            options = [("grpc.ssl_target_name_override", _NAME)]
+            options = [("grpc.ssl_target_name_override", _CALLED_HOST)]
             channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(certificate), options=options)
         add = channel.unary_unary(
             _METHOD,
@@ -160,11 +160,11 @@ def _certificate() -> tuple[bytes, bytes]:
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _CALLED_HOST)])
     now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - day, now + day)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(_NAME)]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(_CALLED_HOST)]), critical=False)
         .sign(key, hashes.SHA256())
     )
     private = key.private_bytes(

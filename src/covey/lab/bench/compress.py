@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from covey.base.errors import ConfigError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.cli.layout import Column
 from covey.cli.svg import DARK, STYLE
 from covey.cli.terminal import FittedTable
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 KERNEL_ELEMENTS: Final = 1 << 22
 """The array on which the speed of a codec is measured: 16 MiB, more than a cache holds."""
 KERNEL_ROUNDS: Final = 5
-LONG_SECONDS: Final = 2.0
+MEASURED_ONCE_SECONDS: Final = 2.0
 """An operation that takes longer than this is measured once."""
 FAR_TOO_LONG: Final = 3600.0
 BAR_WIDTH: Final = 560
@@ -63,7 +63,7 @@ class CodecTrial:
     def __post_init__(self) -> None:
         if not 2 <= self.size <= MAX_RANKS:
             raise ConfigError(f"-n must be from 2 to {MAX_RANKS}, not {self.size}")
-        kind = KINDS.get(self.lanes)
+        kind = LANE_KINDS.get(self.lanes)
         if kind is None or not (kind.is_of_network and kind.is_automatic):
             raise ConfigError(f"--lanes is tcp or secure here, not {self.lanes!r}: others have no link to slow down")
         if self.links and sys.platform != "linux":
@@ -119,7 +119,7 @@ def _rank(group: Group, trial: CodecTrial, link: float) -> dict[str, list[float]
         x = x[: x.size // columns * columns].reshape(-1, columns)
         for turn in range(trial.rounds):
             for codec in trial.codecs:
-                if turn and max(times[codec], default=0.0) > LONG_SECONDS:
+                if turn and max(times[codec], default=0.0) > MEASURED_ONCE_SECONDS:
                     continue
                 y = x.copy()
                 slow.barrier()

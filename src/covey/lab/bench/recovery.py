@@ -19,7 +19,7 @@ from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.cli.layout import Column
 from covey.cli.terminal import FittedTable
 from covey.lab import ONE_THREAD
-from covey.lab.bench.recovery_worker import PERIOD, SCALES, Begins, Returns, decode
+from covey.lab.bench.recovery_worker import SCALES, VALUES_PERIOD, Begins, Returns, decode
 from covey.lab.bench.sweep import MAX_RANKS, MEASURED_LANES, format_bytes
 from covey.lab.chaos.processes import JobProcesses
 from covey.runtime.processes import OutputTail
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from covey.lab.chaos.processes import JobProcess, Told
 
-PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo")
+TIMED_PHASES: Final = ("detect", "freeze", "agree", "reconnect", "redo")
 STEP_SECONDS: Final = 60.0
 """How long each step of the drill may take."""
-WARM_UP: Final = 3
+WARM_UP_OPERATIONS: Final = 3
 """Operations that all ranks return together before one is killed."""
 HISTOGRAM_ROWS: Final = 8
 HISTOGRAM_WIDTH: Final = 40
@@ -55,7 +55,7 @@ class Drill:
             raise ConfigError(f"unknown lane {self.lanes!r}; choose from {', '.join(MEASURED_LANES)}")
         if self.kills < 1:
             raise ConfigError(f"at least one kill is needed, not {self.kills}")
-        assert SCALES * PERIOD * MAX_RANKS * (MAX_RANKS + 1) // 2 < 1 << 24
+        assert SCALES * VALUES_PERIOD * MAX_RANKS * (MAX_RANKS + 1) // 2 < 1 << 24
 
     @property
     def elements(self) -> int:
@@ -184,7 +184,7 @@ class _Scene:
         """Return how long each phase took on the rank that was ready last."""
         slowest = max(self._views(), key=lambda event: event.ended)
         ends = {"detect": slowest.began} | {
-            name: slowest.began + slowest.phases[name] / 1e3 for name in PHASES[1:] if name in slowest.phases
+            name: slowest.began + slowest.phases[name] / 1e3 for name in TIMED_PHASES[1:] if name in slowest.phases
         }
         found, before = {}, killed
         for name, end in ends.items():
@@ -199,7 +199,7 @@ class _Scene:
         begun = [self.reports.begun[worker.pid] for worker in running]
         if len({each.generation for each in begun}) > 1 or begun[0].size < self.job.size:
             return False
-        return all(len(self._lengths(worker.pid)) >= WARM_UP for worker in running)
+        return all(len(self._lengths(worker.pid)) >= WARM_UP_OPERATIONS for worker in running)
 
     def _lengths(self, pid: int) -> list[float]:
         """Return how long the operations of the current generation took."""
@@ -226,7 +226,7 @@ class _Scene:
 def summary(kills: Sequence[Kill]) -> dict[str, dict[str, float]]:
     """Return the median, 95th percentile and maximum of the total and of each phase, in milliseconds."""
     rows = {"total": [kill.total_ms for kill in kills]}
-    rows |= {name: [kill.phases_ms[name] for kill in kills if name in kill.phases_ms] for name in PHASES}
+    rows |= {name: [kill.phases_ms[name] for kill in kills if name in kill.phases_ms] for name in TIMED_PHASES}
     return {
         name: {
             "p50": round(statistics.median(values), 3),

@@ -14,7 +14,7 @@ import numpy as np
 
 import covey
 
-PERIOD = 251
+VALUES_PERIOD = 251
 SCALES = 7
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     """Take part in the run that the environment describes, until a signal ends this process."""
     parser = argparse.ArgumentParser(prog="covey.lab.bench.recovery_worker", description=__doc__)
     parser.add_argument("--elements", type=int, required=True, help="of float32, in every sum")
-    pattern = (np.arange(parser.parse_args().elements) % PERIOD + 1).astype(np.float32)
+    pattern = (np.arange(parser.parse_args().elements) % VALUES_PERIOD + 1).astype(np.float32)
     values, expected, state = np.empty_like(pattern), np.empty_like(pattern), {"step": 0}
     for group in covey.generations():
         group.restore(state)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base import arithmetic, settings
 from covey.base.errors import ConfigError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,8 +20,8 @@ OPPONENTS: Final = ("gloo", "mpi", "mpi-tcp")
 
 COMPARED_LANES: Final = {
     "gloo": MEASURED_LANES,
-    "mpi": tuple(name for name in MEASURED_LANES if not KINDS[name].is_of_network),
-    "mpi-tcp": tuple(name for name in MEASURED_LANES if KINDS[name].is_of_network),
+    "mpi": tuple(name for name in MEASURED_LANES if not LANE_KINDS[name].is_of_network),
+    "mpi-tcp": tuple(name for name in MEASURED_LANES if LANE_KINDS[name].is_of_network),
 }
 """The covey lanes that each opponent is compared with: those of the same kind; for gloo, which has only TCP, all."""
 

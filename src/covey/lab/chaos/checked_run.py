@@ -55,7 +55,7 @@ CIRCUMSTANCES: Final = "circumstances.json"
 EVENTS_FILE: Final = "events"
 TOUCHES: Final = {"stop": "stop", "pause": "stop", "slow": "stop", "host-stop": "stop", "leave": "leave", "cut": "cut"}
 """Kind of fault → what the checker has to know of a process that suffered it."""
-ENDS: Final = {"over": "finished", "left": "left", "quorum": "failed", "failed": "failed"}
+ENDS_BY_RECORD: Final = {"over": "finished", "left": "left", "quorum": "failed", "failed": "failed"}
 """What a process records at its end → how it ended."""
 
 
@@ -131,7 +131,7 @@ class CheckedRun:
     def __init__(self, scene: Scene, say: Callable[[str], None]) -> None:
         self.scene = scene
         self.folder = tempfile.mkdtemp(prefix=f"covey-chaos-{scene.terms.seed}-")
-        os.mkdir(os.path.join(self.folder, orders.FOLDER), 0o700)
+        os.mkdir(os.path.join(self.folder, orders.ORDERS_FOLDER), 0o700)
         self.story = ChaosStory(scene.terms, survives=True, folder=self.folder)
         self.hosts: Hosts | None = None
         self._children = Children()
@@ -345,10 +345,10 @@ class CheckedRun:
         for each in self._processes:
             if each.ended:
                 at = self.story.ended - now + each.records[-1].at
-                is_well = ENDS[each.ended] != "failed"
+                is_well = ENDS_BY_RECORD[each.ended] != "failed"
                 end = "ended" if is_well else "failed"
                 self.story.endings.append(
-                    ProcessEnding(each.rank, each.pid, ENDS[each.ended], at, int(not is_well), end)
+                    ProcessEnding(each.rank, each.pid, ENDS_BY_RECORD[each.ended], at, int(not is_well), end)
                 )
         touched = {name: frozenset(faults) for name, faults in self._touched.items()}
         circumstances = Circumstances(self.scene.is_one_host, touched, self._injector.is_network_cut)

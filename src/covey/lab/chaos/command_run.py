@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from covey.lab.chaos.faults import LOSSES, pick, plan
 from covey.lab.chaos.injector import Injector
 from covey.lab.chaos.report import ChaosStory, ProcessEnding
-from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTARTS
+from covey.runtime.keeper.keeper import RANK_FAILURE_GRACE, RESTARTS
 from covey.runtime.keeper.output import Cursor, OutputStream
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class CommandRun:
             self._injector.drop_faults()  # a failed job gets no more faults
             if self._job.running():
                 self._say(f"rank {worker.rank} {worker.end}; stopping the others")
-                self._injector.later(FAILURE_GRACE, self._stop_all)
+                self._injector.later(RANK_FAILURE_GRACE, self._stop_all)
             return
         before = self._restarts.get(worker.rank, 0)
         again = ""
@@ -209,7 +209,7 @@ class CommandRun:
         for worker in self._job.running():
             worker.signal(signal.SIGTERM)
             worker.signal(signal.SIGCONT)
-            self._injector.later(FAILURE_GRACE, lambda worker=worker: self._kill_rest(worker))  # type: ignore[misc]
+            self._injector.later(RANK_FAILURE_GRACE, lambda worker=worker: self._kill_rest(worker))  # type: ignore[misc]
 
     def _kill_rest(self, worker: JobProcess) -> None:
         if worker.is_running:

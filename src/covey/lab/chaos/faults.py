@@ -22,7 +22,7 @@ Where = Literal["command", "machine", "hosts"]
 """What is broken: a command of the user, the workload of --check on this machine, or the workload on hosts."""
 EVERYWHERE: Final[tuple[Where, ...]] = ("command", "machine", "hosts")
 CHECKED: Final[tuple[Where, ...]] = ("machine", "hosts")
-PLACES: Final[dict[Where, str]] = {
+FAULT_PLACES: Final[dict[Where, str]] = {
     "command": "for a command",
     "machine": "on one machine",
     "hosts": "across hosts",
@@ -170,7 +170,7 @@ class ChaosTerms:
         for kind in self.kinds:
             if kind not in possible:
                 names = ", ".join(possible)
-                raise ConfigError(f"--faults knows no {kind!r} {PLACES[self.where]}; choose from {names}")
+                raise ConfigError(f"--faults knows no {kind!r} {FAULT_PLACES[self.where]}; choose from {names}")
         if self.size < 2:
             raise ConfigError(f"chaos needs at least 2 processes, so that one is left; got {self.size}")
         if not 0 <= self.min_alive < self.size or (self.where == "command" and not self.min_alive):

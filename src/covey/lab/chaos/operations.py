@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-PERIOD: Final = 89
+OPERATIONS_PERIOD: Final = 89
 EXACT_RANKS: Final = 16
 """Most ranks for which the sums of 8-byte numbers are exact."""
 MOST_RANKS_OF_SHORT: Final = 8
@@ -102,7 +102,7 @@ def dtypes_for(size: int) -> tuple[str, ...]:
 
 
 def _times(operation: CheckedOperation, factor: int, more: int = 0) -> Array:
-    pattern = 1 + (np.arange(operation.count + more) + operation.salt) % PERIOD
+    pattern = 1 + (np.arange(operation.count + more) + operation.salt) % OPERATIONS_PERIOD
     return (pattern * factor).astype(operation.dtype)
 
 

@@ -11,7 +11,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FOLDER: Final = "orders"
+ORDERS_FOLDER: Final = "orders"
 MOMENTS: Final = ("join", "restore", "change", "split", "async", "messages", "large", "all_reduce")
 """When a process is about to do this."""
 
@@ -31,15 +31,15 @@ class Order(msgspec.Struct, frozen=True):
 
 def give(folder: str, number: int, order: Order) -> None:
     """Leave an order for the first process that it fits."""
-    draft = os.path.join(folder, FOLDER, f".{number}")
+    draft = os.path.join(folder, ORDERS_FOLDER, f".{number}")
     with open(draft, "wb") as file:
         file.write(msgspec.json.encode(order))
-    os.rename(draft, os.path.join(folder, FOLDER, f"{number}.{order.moment}"))
+    os.rename(draft, os.path.join(folder, ORDERS_FOLDER, f"{number}.{order.moment}"))
 
 
 def take(folder: str, moment: str, *, rank: int, is_fresh: bool) -> Order | None:
     """Take and return an order that fits this process in this moment; None if there is none."""
-    orders = os.path.join(folder, FOLDER)
+    orders = os.path.join(folder, ORDERS_FOLDER)
     for name in _waiting(orders, f".{moment}"):
         with contextlib.suppress(OSError):  # another process took it
             with open(os.path.join(orders, name), "rb") as file:
@@ -52,12 +52,12 @@ def take(folder: str, moment: str, *, rank: int, is_fresh: bool) -> Order | None
 
 def are_waiting(folder: str) -> bool:
     """Tell whether there are orders that no process has taken."""
-    return bool(_waiting(os.path.join(folder, FOLDER)))
+    return bool(_waiting(os.path.join(folder, ORDERS_FOLDER)))
 
 
 def withdraw(folder: str) -> int:
     """Remove the orders that no process took; return how many."""
-    orders, count = os.path.join(folder, FOLDER), 0
+    orders, count = os.path.join(folder, ORDERS_FOLDER), 0
     for name in _waiting(orders):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(orders, name))

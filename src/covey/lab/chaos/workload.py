@@ -209,10 +209,14 @@ class GroupWorkload:
                 self.perform(self._draw(kind, chance))
         if workload.draws_large(chance):
             workload.obey_order("large", group.rank)
-            self.perform(CheckedOperation("all_reduce", 1 << 20, "f8", salt=chance.randrange(operations.PERIOD)))
+            self.perform(
+                CheckedOperation("all_reduce", 1 << 20, "f8", salt=chance.randrange(operations.OPERATIONS_PERIOD))
+            )
         vote = np.array([float(workload.is_asked_to_stop())])
         self._call(CheckedOperation("vote", 1), lambda: group.all_reduce(vote, op="max"))
-        result = self.perform(CheckedOperation("all_reduce", STATE_COUNT, salt=chance.randrange(operations.PERIOD)))
+        result = self.perform(
+            CheckedOperation("all_reduce", STATE_COUNT, salt=chance.randrange(operations.OPERATIONS_PERIOD))
+        )
         workload.is_over = bool(vote[0])
         workload.stepped(group, result)
 
@@ -223,7 +227,7 @@ class GroupWorkload:
         dtype = "f8" if kind == "mean" else chance.choice(operations.dtypes_for(size))
         if kind == "mean" and size > operations.MOST_RANKS_OF_SHORT:
             kind = "all_reduce"
-        return CheckedOperation(kind, count, dtype, root, chance.randrange(operations.PERIOD))
+        return CheckedOperation(kind, count, dtype, root, chance.randrange(operations.OPERATIONS_PERIOD))
 
     def perform(self, operation: CheckedOperation) -> Any:
         """Perform an operation and return its result."""
@@ -303,7 +307,9 @@ class GroupWorkload:
         inner = GroupWorkload(self._workload, part, self._generation, operations.names_of(chosen, self._members), path)
         with part:
             for count in counts:
-                inner.perform(CheckedOperation("all_reduce", count, "f8", salt=chance.randrange(operations.PERIOD)))
+                inner.perform(
+                    CheckedOperation("all_reduce", count, "f8", salt=chance.randrange(operations.OPERATIONS_PERIOD))
+                )
 
     def _pass_on(self, count: int) -> None:
         """Send to the next contributor of the last operation, and receive from the one before."""
@@ -313,7 +319,7 @@ class GroupWorkload:
         index = ring.index(group.rank)
         to, source = ring[(index + 1) % len(ring)], ring[index - 1]
         self._messages += 1
-        operation = CheckedOperation("message", count, "f8", salt=self._messages % operations.PERIOD)
+        operation = CheckedOperation("message", count, "f8", salt=self._messages % operations.OPERATIONS_PERIOD)
         ours, theirs = (operations.contribution(operation, rank) for rank in (group.rank, source))
         works: list[tuple[int, Any]] = []
         for peer, post in ((to, self._send), (source, self._receive)):

@@ -15,7 +15,7 @@ HELD_OUT_EVERY = 10
 """Every tenth paragraph is never trained on."""
 CONTEXT = 12
 """How many characters the model sees before it guesses the next one."""
-MOMENTUM, MEMORY = 0.9, 0.99
+ADAM_MEANS, MEMORY = 0.9, 0.99
 """How much of the running mean of the gradient, and of its square, a step keeps."""
 
 
@@ -136,10 +136,10 @@ class Adam:
 
     def step(self, parameters: Arrays, gradients: Arrays, number: int) -> None:
         """Move each parameter against its gradient, in place; the first step has number 1."""
-        rate = self._rate * (1 - MEMORY**number) ** 0.5 / (1 - MOMENTUM**number)
+        rate = self._rate * (1 - MEMORY**number) ** 0.5 / (1 - ADAM_MEANS**number)
         for name, gradient in gradients.items():
             mean, square = self._mean[name], self._square[name]
-            mean += (1 - MOMENTUM) * (gradient - mean)
+            mean += (1 - ADAM_MEANS) * (gradient - mean)
             square += (1 - MEMORY) * (gradient * gradient - square)
             parameters[name] *= 1 - self._rate * self._decay
             parameters[name] -= rate * mean / (np.sqrt(square) + 1e-8)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SILENCE_SECONDS = 60.0
 """Seconds without a report from any node after which the demo fails. Nodes report many times a second."""
-KILL_AFTER = 0.4
+KILL_SHARE = 0.4
 """The share of the steps, or of the time, after which a node is killed."""
 ABSENCE = 0.5
 """Seconds before a killed node is started again: long enough to see that the others continue."""
@@ -132,8 +132,8 @@ class _Nodes:
             self._joined_at = self._joined_at or now
         if self._has_killed or self._joined_at is None or not isinstance(report, RoundReport):
             return False
-        is_far = report.step >= KILL_AFTER * self._plan.rounds * ROUND
-        return is_far or now - self._joined_at >= KILL_AFTER * self._plan.seconds
+        is_far = report.step >= KILL_SHARE * self._plan.rounds * ROUND
+        return is_far or now - self._joined_at >= KILL_SHARE * self._plan.seconds
 
     def _kill(self) -> tuple[int, KilledReport]:
         assert self._plan.victim is not None

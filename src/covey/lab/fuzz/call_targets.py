@@ -107,14 +107,14 @@ def fuzzed_function(
     """Take arguments of all kinds."""
 
 
-_SIGNATURE: Final = Signature(fuzzed_function, "fuzzed_function")
+_FUZZED_SIGNATURE: Final = Signature(fuzzed_function, "fuzzed_function")
 _CONVERTER: Final = PlainConverter()
 
 
 def read_arguments(data: bytes) -> None:
     """Decode the arguments of a call."""
     try:
-        decoded(_SIGNATURE.arguments, data, [data, bytearray(PART)], _CONVERTER)
+        decoded(_FUZZED_SIGNATURE.arguments, data, [data, bytearray(PART)], _CONVERTER)
     except RemoteProtocolError as error:  # a node cuts the caller off
         if "of the program's own" in str(error):
             raise AssertionError("what a type of the program raises is taken for a breach of the protocol") from error

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey import wire
 from covey.base import errors
-from covey.base.arithmetic import DTYPES
+from covey.base.arithmetic import BYTE_CODE, DTYPES
 from covey.base.errors import AuthError, ConfigError, MismatchError, RemoteProtocolError
 from covey.lab.fuzz import call_targets, upnp_targets, values
 from covey.lab.fuzz.values import Maker
@@ -217,7 +217,7 @@ def _cut_frames(data: bytes) -> list[bytes]:
     framer, frames = decoding.Framer(FRAME_LIMIT), []
     for at in range(0, len(data), 7):
         frames += framer.feed(data[at : at + 7])
-        assert len(framer._buffer) <= FRAME_LIMIT + decoding.LENGTH.size + 7, "a frame is kept beyond the limit"
+        assert len(framer._buffer) <= FRAME_LIMIT + decoding.FRAME_LENGTH.size + 7, "a frame is kept beyond the limit"
     return frames
 
 
@@ -236,7 +236,7 @@ def _header_seeds() -> list[bytes]:
 def _message_header_seeds() -> list[bytes]:
     kinds = [value for value in vars(message_header).values() if isinstance(value, int) and 0 < value < 16]
     plain = [message_header.encode(message_header.MessageHeader(kind, 7, 0)) for kind in sorted(set(kinds))]
-    shapes = [(), (0,), (3, 4), (2,) * 8, (1,) * message_header.MAX_NDIM, (1 << 62, 4), (1 << 62, 0)]
+    shapes = [(), (0,), (3, 4), (2,) * 8, (1,) * message_header.MAX_MESSAGE_NDIM, (1 << 62, 4), (1 << 62, 0)]
     of = message_header.MessageHeader
     arrays = [
         message_header.encode(of(kind, 7, int(np.prod(shape)) * DTYPES[3].itemsize % (1 << 63), 5, False, 3, shape))
@@ -257,7 +257,7 @@ def _message_header_seeds() -> list[bytes]:
         message_header.encode(of(200, 7, 20)),
     ]
     many = bytearray(arrays[0] + bytes(8 * 256))
-    many[6] = message_header.MAX_NDIM + 8
+    many[6] = message_header.MAX_MESSAGE_NDIM + 8
     return [*plain, *arrays, *things, *impossible, bytes(many), *(each[:-1] for each in arrays)]
 
 
@@ -277,7 +277,7 @@ def _write_message_header(value: message_header.MessageHeader | None) -> bytes:
 def _door_seeds() -> list[bytes]:
     def answer(purpose: int) -> bytes:
         said = bytes((purpose,)) + bytes(door.BOUND_BYTES)
-        return said + hmac.digest(KEY, door._LABEL + CHALLENGE + said, "sha256")
+        return said + hmac.digest(KEY, door._DOOR_LABEL + CHALLENGE + said, "sha256")
 
     return [answer(purpose) for purpose in (*door.Purpose, 0, 255)]
 
@@ -420,16 +420,15 @@ def _typed_seeds() -> list[bytes]:
     return [*typed, *pickles, objects.encode_failure("no value"), b"\x01", b""]
 
 
-_BYTE: Final = next(code for code, dtype in enumerate(DTYPES) if dtype == np.uint8)
 UNLIKE: Final = ManifestEntry(name="unlike", is_array=True, dtype_code=1, shape=(7,), tags=bytes(STATE_TAG_BYTES))
 OWN_MANIFEST: Final = Manifest(
     is_fresh=False,
     entries=(
         ManifestEntry(name="a", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * STATE_TAG_BYTES),
-        ManifestEntry(name="c", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * STATE_TAG_BYTES),
+        ManifestEntry(name="c", is_array=False, dtype_code=BYTE_CODE, shape=(5,), tags=b"o" * STATE_TAG_BYTES),
         ManifestEntry(name="d", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * STATE_TAG_BYTES),
         ManifestEntry(name="e", is_array=True, dtype_code=3, shape=(2, 3), tags=b"o" * STATE_TAG_BYTES),
-        ManifestEntry(name="f", is_array=False, dtype_code=_BYTE, shape=(5,), tags=b"o" * STATE_TAG_BYTES),
+        ManifestEntry(name="f", is_array=False, dtype_code=BYTE_CODE, shape=(5,), tags=b"o" * STATE_TAG_BYTES),
     ),
 )
 """The manifest that a claimed one is compared with."""
@@ -455,7 +454,7 @@ def _manifest_seeds() -> list[bytes]:
         return {"name": name, "is_array": True, "dtype_code": code, "shape": shape, "tags": tags} | more
 
     one, two = entry("a", 3, [2, 3], bytes(16)), entry("b", 3, [0], b"")
-    byte = _BYTE
+    byte = BYTE_CODE
     large = entry("large", byte, [(8 << 20) + 1], bytes(range(32)))
     value = entry("c", byte, [5], bytes(16), is_array=False)
     made = [
@@ -506,7 +505,7 @@ def _text_record(properties: dict[bytes, bytes]) -> bytes:
 
 def _text_record_seeds() -> list[bytes]:
     both = beacon.make(KEY, bytes(16), 4711, ["10.0.0.1", "fd00::1"])
-    many = both | {b"4": bytes(4 * (beacon.MOST_ADDRESSES + 1))}
+    many = both | {b"4": bytes(4 * (beacon.ANNOUNCED_ADDRESSES + 1))}
     odd = [{b"v": b"2"}, {b"n": b"zz"}, {b"t": b""}, {b"p": b"0"}, {b"p": b"65536"}, {b"4": b"123"}, {b"6": b"1"}]
     none = both | {b"4": b"", b"6": b""}
     spoiled = [*(both | each for each in odd), many, none]
@@ -523,7 +522,7 @@ def _read_packet(data: bytes) -> None:
     if filtered.passes(data, "10.0.0.1", 0.0) and is_response:
         reader._read(data)
     # One source has a burst, and all together have one; dropped packets are counted.
-    for count in range(int(sieve.ALL_PACKETS_BURST) + 1 if sieve._COVEY in data and len(data) < 60 else 0):
+    for count in range(int(sieve.ALL_PACKETS_BURST) + 1 if sieve._COVEY_NAME in data and len(data) < 60 else 0):
         filtered.passes(data, f"10.0.0.{count % 8}", 0.0)
     assert len(heard) <= sieve.MOST_RECORDS
 
@@ -545,7 +544,7 @@ def _packet_seeds() -> list[bytes]:
         packet(0x8400, 1, name, text + bytes(sieve.MOST_BYTES)),
         struct.pack("!6H", 0, 0x8400, 0, 1, 0, 0) + name,
         name[6:][:3],
-        struct.pack("!6H", 0, 0x8400, 0, 1, 0, 0) + sieve._COVEY,
+        struct.pack("!6H", 0, 0x8400, 0, 1, 0, 0) + sieve._COVEY_NAME,
     ]
 
 

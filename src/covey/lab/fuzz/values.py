@@ -35,7 +35,7 @@ LIKELY_TEXTS: Final = (
 """For a type with a pattern, only the texts that match are used."""
 NUMBERS: Final = (0, 0, 0, 1, 1, 2, 3, 5, 64, 127)
 _MOST_ITEMS: Final = 3
-_TRIES: Final = 1000
+_VALUE_TRIES: Final = 1000
 _REFUSED_TRIES: Final = 20
 
 
@@ -126,14 +126,14 @@ def variants(hint: Any) -> tuple[inspect.Type, ...]:
 
 def valid(kind: inspect.Type, maker: Maker, read: Callable[[bytes], Any]) -> bytes:
     """Return the bytes of a value that `read` accepts: a type may have rules that its fields do not express."""
-    for _ in range(_TRIES):
+    for _ in range(_VALUE_TRIES):
         data = msgspec.msgpack.encode(maker.plain(kind))
         try:
             read(data)
         except (CoveyError, ValueError):
             continue
         return data
-    raise TypeError(f"{_TRIES} values of {kind} were all refused")
+    raise TypeError(f"{_VALUE_TRIES} values of {kind} were all refused")
 
 
 def refused(kind: inspect.Type, maker: Maker, read: Callable[[bytes], Any]) -> list[bytes]:
@@ -185,7 +185,7 @@ def examples(kind: inspect.Type, maker: Maker, read: Callable[[bytes], Any], cou
     """Return at least `count` valid values of a type, which together contain every message class of the type."""
     made = [valid(kind, maker, read) for _ in range(count)]
     missing = structs(kind).difference(*(parts(read(data)) for data in made))
-    for _ in range(_TRIES):
+    for _ in range(_VALUE_TRIES):
         if not missing:
             return made
         data = valid(kind, maker, read)

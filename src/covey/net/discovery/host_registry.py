@@ -22,7 +22,7 @@ import msgspec
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_rendezvous import check_folder, host_token, make_folder, rendezvous_folder
 from covey.net.host.descriptors import explain
-from covey.net.host.folders import ADVICE, unwritable
+from covey.net.host.folders import FOLDER_ADVICE, unwritable
 from covey.net.host.locks import LockHolder
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ YOUNG_SOCKET_SECONDS: Final = 60.0
 _HOST_LETTERS: Final = 3
 """Letters of a socket's name that stand for the host; the path must stay short."""
 _MOST_BYTES: Final = 4096
-_TRIES: Final = 100
+_FOLDER_TRIES: Final = 100
 PAIRING_TAG: Final = "pairing"
 """The registry of machines that show a code for pairing: no tag of a secret is like it."""
 _SUFFIX: Final = ".node"
-_PREFIX: Final = "nodes-"
+_REGISTRY_PREFIX: Final = "nodes-"
 
 
 class RegisteredNode(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class HostRegistry(LockHolder):
         Raises:
             ConfigError: its folder cannot be made, or is open to other users.
         """
-        self._folder = rendezvous_folder(f"{_PREFIX}{tag}")
+        self._folder = rendezvous_folder(f"{_REGISTRY_PREFIX}{tag}")
         _make_folder(self._folder)
         # Containers and namespaces may share the folder, but neither ports nor memory.
         self._host = host_token(self._folder.parent)[:16]
@@ -74,7 +74,7 @@ class HostRegistry(LockHolder):
 
     def listen(self, backlog: int) -> tuple[socket.socket, str]:
         """Return a unix socket that listens in the folder, and its path; `close` removes it."""
-        for _ in range(_TRIES):
+        for _ in range(_FOLDER_TRIES):
             path = self._folder / f"s{self._host[:_HOST_LETTERS]}{secrets.token_hex(3)}"
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -84,7 +84,7 @@ class HostRegistry(LockHolder):
             except OSError as error:
                 sock.close()
                 if not isinstance(error, FileNotFoundError):
-                    raise ConfigError(f"cannot listen at {path}: {explain(error)}; {ADVICE}") from error
+                    raise ConfigError(f"cannot listen at {path}: {explain(error)}; {FOLDER_ADVICE}") from error
                 _make_folder(self._folder)  # the last node to leave removed it
             else:
                 self._socket = path
@@ -117,8 +117,8 @@ class HostRegistry(LockHolder):
     def of_other_clusters(self) -> list[RegisteredNode]:
         """Return the living nodes of this user on this host that hold another secret."""
         found: list[RegisteredNode] = []
-        folders = itertools.islice(self._folder.parent.glob(f"{_PREFIX}*"), FOLDERS_LIMIT)
-        none = (self._folder.name, rendezvous_folder(f"{_PREFIX}{PAIRING_TAG}").name)
+        folders = itertools.islice(self._folder.parent.glob(f"{_REGISTRY_PREFIX}*"), FOLDERS_LIMIT)
+        none = (self._folder.name, rendezvous_folder(f"{_REGISTRY_PREFIX}{PAIRING_TAG}").name)
         for folder in sorted(folder for folder in folders if folder.name not in none):
             with contextlib.suppress(OSError):
                 paths = sorted(itertools.islice(folder.glob(f"{self._host}-*{_SUFFIX}"), NODES_LIMIT))
@@ -136,7 +136,7 @@ class HostRegistry(LockHolder):
 
     def _write(self, note: bytes) -> tuple[Path, int]:
         """Return a new locked file and the lock; other nodes see it only once it is written and locked."""
-        for _ in range(_TRIES):
+        for _ in range(_FOLDER_TRIES):
             name = f"{self._host}-{secrets.token_hex(8)}"
             draft, path = self._folder / name, self._folder / f"{name}{_SUFFIX}"
             try:
@@ -242,11 +242,11 @@ def is_nodes_socket(path: str, own_folder: str) -> bool:
     """
     folder = os.path.dirname(path)
     is_beside = os.path.dirname(folder) == os.path.dirname(own_folder) and os.path.normpath(path) == path
-    return bool(own_folder) and is_beside and os.path.basename(folder).startswith(_PREFIX)
+    return bool(own_folder) and is_beside and os.path.basename(folder).startswith(_REGISTRY_PREFIX)
 
 
 def _make_folder(folder: Path) -> None:
-    for _ in range(_TRIES):
+    for _ in range(_FOLDER_TRIES):
         make_folder(folder)
         try:
             check_folder(folder)

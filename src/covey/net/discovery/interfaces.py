@@ -34,7 +34,7 @@ SocketAddress: TypeAlias = tuple[str, int] | tuple[str, int, int, int]
 
 MOST_ADVERTISED: Final = 16
 MOST_DIALLED: Final = 64
-RECENT_SECONDS: Final = 0.5
+RECENT_INTERFACES_SECONDS: Final = 0.5
 """How old the answer of `recent_interfaces` may be: asking the system takes milliseconds, and dials are frequent."""
 
 _PREFERENCE: Final = ("wired", "unknown", "wireless", "virtual", "loopback")
@@ -137,7 +137,7 @@ def usable_interfaces(pattern: str = "") -> list[Interface]:
 
 
 def recent_interfaces(pattern: str = "") -> list[Interface]:
-    """Return what `usable_interfaces` returned up to RECENT_SECONDS ago; cheap enough to call for every dial.
+    """Return what `usable_interfaces` returned at most RECENT_INTERFACES_SECONDS ago; cheap enough for every dial.
 
     Raises:
         ConfigError: as `usable_interfaces`.
@@ -152,10 +152,10 @@ def is_loopback(name: str) -> bool:
 
 
 def _recently() -> list[Interface]:
-    """Return the interfaces as last listed, at most RECENT_SECONDS ago unless the system fails to list them now."""
+    """Return the interfaces, listed at most RECENT_INTERFACES_SECONDS ago unless the system fails to list them now."""
     global _known
     seen_at, there = _known
-    if time.monotonic() <= seen_at + RECENT_SECONDS:
+    if time.monotonic() <= seen_at + RECENT_INTERFACES_SECONDS:
         return there
     try:
         return _listed()
@@ -174,7 +174,7 @@ def _listed() -> list[Interface]:
     return there
 
 
-_known: tuple[float, list[Interface]] = -RECENT_SECONDS, []
+_known: tuple[float, list[Interface]] = -RECENT_INTERFACES_SECONDS, []
 """When the interfaces were last listed, and the list."""
 
 

@@ -53,7 +53,7 @@ MOST_FOREIGN: Final = 16
 MOST_READ: Final = 4
 """Announcements that are read from one packet: a node sends one at a time."""
 
-_PORT: Final = 5353
+_MDNS_PORT: Final = 5353
 _GROUP4, _GROUP6 = "224.0.0.251", "ff02::fb"
 _QUESTION: Final = (beacon.SERVICE, 12, 1)  # PTR, IN: answers are multicast
 
@@ -143,7 +143,7 @@ class InterfaceResponder:
             port=port,
             properties=dict(make_txt(self.interface)) if make_txt is not None else {},
             server=f"{name}.local.",
-            parsed_addresses=list(self.interface.addresses[: beacon.MOST_ADDRESSES]),
+            parsed_addresses=list(self.interface.addresses[: beacon.ANNOUNCED_ADDRESSES]),
             host_ttl=TTL,
             other_ttl=TTL,
         )
@@ -313,7 +313,7 @@ def _refusal(way: str | int) -> str:
         with socket.socket(socket.AF_INET if isinstance(way, str) else socket.AF_INET6, socket.SOCK_DGRAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            probe.bind(("", _PORT))
+            probe.bind(("", _MDNS_PORT))
             if isinstance(way, str):
                 group = socket.inet_aton(_GROUP4) + socket.inet_aton(way)
                 probe.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
@@ -322,7 +322,7 @@ def _refusal(way: str | int) -> str:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, group)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return f"another program keeps UDP port {_PORT} to itself (for avahi, set disallow-other-stacks=no)"
+            return f"another program keeps UDP port {_MDNS_PORT} to itself (for avahi, set disallow-other-stacks=no)"
         return error.strerror or str(error)
     return ""
 

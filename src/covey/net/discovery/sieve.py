@@ -20,7 +20,7 @@ ALL_PACKETS_RATE, ALL_PACKETS_BURST = 200.0, 400.0
 _HEADER_BYTES: Final = 12
 _TRUNCATED: Final = 0x02
 _RESPONSE: Final = 0x80
-_COVEY: Final = b"\x06_covey\x04_tcp\x05local"
+_COVEY_NAME: Final = b"\x06_covey\x04_tcp\x05local"
 
 
 class Sieve:
@@ -34,7 +34,7 @@ class Sieve:
 
     def passes(self, packet: bytes, source: str, now: float) -> bool:
         """Tell whether a packet is worth parsing."""
-        if _COVEY not in packet:
+        if _COVEY_NAME not in packet:
             return False
         is_usual = len(packet) <= MOST_BYTES and _records(packet) <= MOST_RECORDS and not packet[2] & _TRUNCATED
         if is_usual and self._by_source.take(source, now) and self._total.take(now):

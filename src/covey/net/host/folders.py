@@ -20,14 +20,14 @@ from covey.net.host.descriptors import explain, with_the_spare
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ADVICE: Final = "set XDG_RUNTIME_DIR to a folder that you can write, for all processes of the run"
+FOLDER_ADVICE: Final = "set XDG_RUNTIME_DIR to a folder that you can write, for all processes of the run"
 TMPDIR_ADVICE: Final = "set TMPDIR to a folder that you can write"
 HOST_FOLDERS: Final = ("/run/user/{uid}", "/tmp", "/var/tmp")
 """Where processes of one user on one host meet if XDG_RUNTIME_DIR does not say; the first that can be written."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _proven: Final[set[str]] = set()
 """Folders in which this process has written a file."""
-_MAX_BYTES: Final = 1 << 20
+_PRIVATE_FILE_BYTES: Final = 1 << 20
 KEY_FORMAT: Final = 1
 """The format of files with keys."""
 
@@ -91,8 +91,8 @@ def writing_to(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 def unwritable(folder: str | os.PathLike[str], error: OSError) -> str:
     """Return the message that a folder cannot be written: why, and what to do."""
-    is_full = error.errno in _FULL
-    return f"cannot write to {os.fspath(folder)}: {explain(error)}; {'free some space there, or ' * is_full}{ADVICE}"
+    advice = f"free some space there, or {FOLDER_ADVICE}" if error.errno in _FULL else FOLDER_ADVICE
+    return f"cannot write to {os.fspath(folder)}: {explain(error)}; {advice}"
 
 
 def _problem(folder: str) -> str:
@@ -174,7 +174,7 @@ def _check_folder(folder: Path) -> Path:
     return folder
 
 
-def read_private(path: Path, *, may_be_mounted: bool = False, most: int = _MAX_BYTES) -> bytes:
+def read_private(path: Path, *, may_be_mounted: bool = False, most: int = _PRIVATE_FILE_BYTES) -> bytes:
     """Return the content of a file that only this user can read.
 
     With `may_be_mounted` it may also be a secret as container engines mount it: perhaps by way of a link, a file of
@@ -220,10 +220,10 @@ def key_words(path: Path) -> list[bytes]:
 
 def _is_mounted_secret(status: os.stat_result) -> bool:
     is_closed = status.st_mode & (0o777 & ~(stat.S_IRUSR | stat.S_IRGRP)) == 0
-    return stat.S_ISREG(status.st_mode) and status.st_uid == 0 and is_closed and status.st_size <= _MAX_BYTES
+    return stat.S_ISREG(status.st_mode) and status.st_uid == 0 and is_closed and status.st_size <= _PRIVATE_FILE_BYTES
 
 
-def check_private(path: Path, status: os.stat_result, *, most: int = _MAX_BYTES) -> None:
+def check_private(path: Path, status: os.stat_result, *, most: int = _PRIVATE_FILE_BYTES) -> None:
     """Raise a ConfigError unless this is the status of a private file of this user."""
     import shlex  # slow to load, and rarely needed
 

@@ -28,7 +28,7 @@ NAME_LETTERS: Final = 60
 _NVML_TEMPERATURE_GPU: Final = 0
 SIGNS: Final = (Path("/proc/driver/nvidia"), Path("/dev/dxg"))
 """Where a driver of NVIDIA shows itself, on Linux and in its subsystem of Windows."""
-PLACES: Final = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
+DRIVER_LIBRARIES: Final = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 """Where its library is."""
 _PROC, _SYS = Path("/proc"), Path("/sys")
 
@@ -154,7 +154,7 @@ class NvidiaGpus:
     """
 
     def __init__(
-        self, library: Any = None, *, places: Sequence[str | Path] = PLACES, signs: Sequence[Path] = SIGNS
+        self, library: Any = None, *, places: Sequence[str | Path] = DRIVER_LIBRARIES, signs: Sequence[Path] = SIGNS
     ) -> None:
         """Without a `library`, look for it in these places once one of the signs of a driver is there."""
         self._library, self._places, self._signs = library, places, signs

@@ -20,14 +20,14 @@ KEPT_FOLDER: Final = "COVEY_KEPT_FOLDER"
 """The variable that names the folder."""
 REPORT_PREFIX: Final = "report-"
 """How the names of files with last reports begin; then comes the process."""
-CHECKPOINTS: Final = "checkpoints"
+CHECKPOINTS_FILE: Final = "checkpoints"
 """The file with a path a line, the latest last."""
 CHECKPOINTS_BYTES: Final = 64 << 10
-SHOWN: Final = 10
+SHOWN_CHECKPOINTS: Final = 10
 """Checkpoints that are read, the latest."""
-FILES_LIMIT: Final = 1024
+NOTE_FILES_LIMIT: Final = 1024
 READ_LIMIT: Final = 64 << 10
-NAMES_LIMIT: Final = 32
+NOTED_NAMES_LIMIT: Final = 32
 
 
 class LastReported(NamedTuple):
@@ -45,7 +45,7 @@ def note_checkpoint(path: str) -> None:
     if not folder:
         return
     with contextlib.suppress(OSError):
-        file = os.path.join(folder, CHECKPOINTS)
+        file = os.path.join(folder, CHECKPOINTS_FILE)
         if os.path.exists(file) and os.path.getsize(file) > CHECKPOINTS_BYTES:
             os.unlink(file)  # what is in it is old
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -58,12 +58,12 @@ def note_checkpoint(path: str) -> None:
 def noted_checkpoints(folder: Path) -> list[str]:
     """Return where the last checkpoints of a run are, the latest last, each once."""
     found: dict[str, None] = {}
-    for line in _read(folder / CHECKPOINTS, -2 * CHECKPOINTS_BYTES).splitlines():
+    for line in _read(folder / CHECKPOINTS_FILE, -2 * CHECKPOINTS_BYTES).splitlines():
         with contextlib.suppress(ValueError):
             path = printable(str(json.loads(line)))
             found.pop(path, None)
             found[path] = None
-    return list(found)[-SHOWN:]
+    return list(found)[-SHOWN_CHECKPOINTS:]
 
 
 def last_reported(folder: Path) -> LastReported | None:
@@ -71,7 +71,7 @@ def last_reported(folder: Path) -> LastReported | None:
     found = []
     with contextlib.suppress(OSError):
         names = sorted(name for name in os.listdir(folder) if name[len(REPORT_PREFIX) :].isdecimal())
-        found = [_report(_read(folder / name)) for name in names[:FILES_LIMIT] if name.startswith(REPORT_PREFIX)]
+        found = [_report(_read(folder / name)) for name in names[:NOTE_FILES_LIMIT] if name.startswith(REPORT_PREFIX)]
     known = [each for each in found if each is not None]
     return max(known, key=lambda each: (-math.inf if each.step is None else each.step, -each.rank), default=None)
 
@@ -80,7 +80,9 @@ def _report(text: str) -> LastReported | None:
     """Return what one process has noted; None if that cannot be read."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         about = json.loads(text)
-        values = {printable(str(name), 40): float(value) for name, value in list(about["values"].items())[:NAMES_LIMIT]}
+        values = {
+            printable(str(name), 40): float(value) for name, value in list(about["values"].items())[:NOTED_NAMES_LIMIT]
+        }
         step = about["step"]
         return LastReported(int(about["rank"]), None if step is None else int(step), float(about["at"]), values)
     return None

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from covey.base.errors import ConfigError
 from covey.base.text import printable
 from covey.net.host.descriptors import explain
-from covey.net.host.folders import ADVICE, host_folder, temporary_folder
+from covey.net.host.folders import FOLDER_ADVICE, host_folder, temporary_folder
 from covey.net.host.locks import LockHolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RUN_FOLDER_PREFIX: Final = "covey-run-"
-LOCK: Final = "keeper.lock"
+KEEPER_LOCK: Final = "keeper.lock"
 TOKEN: Final = "token"
 """The file with what proves membership."""
 FOLDER_PATH_BYTES: Final = 75
@@ -41,10 +41,10 @@ YOUNG_FOLDER_SECONDS: Final = 60.0
 """Folders that changed within this time are left alone: their keeper may be about to lock them."""
 LOOKED_AT: Final = 4096
 """The most names that are read in one folder."""
-_TRIES: Final = 100
-ABOUT: Final = "about"
+_MARK_TRIES: Final = 100
+RUN_FILE: Final = "about"
 TOKEN_LIMIT: Final = 64
-ABOUT_LIMIT: Final = 1000
+RUN_FILE_LIMIT: Final = 1000
 LOCAL_RANKS_LIMIT: Final = 1 << 16
 
 
@@ -77,7 +77,7 @@ class RunFolder(LockHolder):
         problems: dict[str, str] = {}
         for base in base_folders():
             try:
-                for _ in range(_TRIES if _is_guarded(base) else 0):
+                for _ in range(_MARK_TRIES if _is_guarded(base) else 0):
                     folder = tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX, dir=base)
                     if len(os.fsencode(folder)) > FOLDER_PATH_BYTES:
                         os.rmdir(folder)
@@ -89,11 +89,11 @@ class RunFolder(LockHolder):
                 problems[base] = explain(error)
             problems.setdefault(base, "other users could replace a folder there")
         told = ", ".join(f"{base} ({problem})" for base, problem in problems.items())
-        raise ConfigError(f"no folder for a run's sockets can be made: {told}. Free some space, or {ADVICE}")
+        raise ConfigError(f"no folder for a run's sockets can be made: {told}. Free some space, or {FOLDER_ADVICE}")
 
     def _take(self, folder: str) -> bool:
         """Lock a new folder; tell whether it still exists: this process may have been stopped for long."""
-        path = os.path.join(folder, LOCK)
+        path = os.path.join(folder, KEEPER_LOCK)
         try:
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(
@@ -149,7 +149,7 @@ def is_of_this_user(status: os.stat_result) -> bool:
 def has_keeper(folder: str) -> bool:
     """Tell whether the keeper of the run in this folder lives, on this machine; OSError if there is no lock."""
     with contextlib.ExitStack() as held:
-        lock = _open(os.path.join(folder, LOCK), held)
+        lock = _open(os.path.join(folder, KEEPER_LOCK), held)
         if os.read(lock, 256) != _this_machine():
             return False
         try:
@@ -166,7 +166,7 @@ def _sweep_one(folder: str) -> None:
     is_old = time.time() >= status.st_mtime + YOUNG_FOLDER_SECONDS
     with contextlib.ExitStack() as held:
         try:
-            lock = _open(os.path.join(folder, LOCK), held)
+            lock = _open(os.path.join(folder, KEEPER_LOCK), held)
         except FileNotFoundError:
             if is_old:
                 os.rmdir(folder)  # works only if it is empty: its keeper was killed as it started
@@ -179,7 +179,7 @@ def _sweep_one(folder: str) -> None:
         if not is_old:
             return
         for name in os.listdir(folder):
-            if name.endswith(".lock") and name != LOCK:
+            if name.endswith(".lock") and name != KEEPER_LOCK:
                 # Ranks have locks, too: where they do not die with their keeper, they may still run.
                 fcntl.flock(_open(os.path.join(folder, name), held), fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
@@ -228,7 +228,7 @@ class LocalRunFound(NamedTuple):
 
 def describe(folder: str, name: str, size: int, token: bytes) -> None:
     """Describe the run of this process in its folder; OSError if that cannot be written."""
-    for file, text in ((TOKEN, token), (ABOUT, f"{os.getpid()} {size} {printable(name, 100)}".encode())):
+    for file, text in ((TOKEN, token), (RUN_FILE, f"{os.getpid()} {size} {printable(name, 100)}".encode())):
         descriptor = os.open(os.path.join(folder, file), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, text)
@@ -267,7 +267,7 @@ def _read_about(folder: str) -> LocalRunFound:
     """Read the description of a run; OSError or ValueError if the folder has none, or the run is over."""
     if not is_of_this_user(os.lstat(folder)) or not has_keeper(folder):
         raise ValueError("not a run of this user that goes on")
-    pid, size, name = _read(os.path.join(folder, ABOUT), ABOUT_LIMIT).decode().split(" ", 2)
+    pid, size, name = _read(os.path.join(folder, RUN_FILE), RUN_FILE_LIMIT).decode().split(" ", 2)
     if not 0 < int(size) < LOCAL_RANKS_LIMIT:
         raise ValueError(f"{size} ranks")
     return LocalRunFound(name, int(pid), int(size), folder)

@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.errors import ConfigError
+from covey.base.numbers import NO_RANK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,13 +24,12 @@ SEGMENTS: Final = 4
 """Files of a log; then the oldest is removed."""
 RECORD_BYTES: Final = 16 << 10
 """The most of one record, so that a batch is never empty because the next record is too long."""
-NO_RANK: Final = -1
-KEEPER: Final = "keeper"
+KEEPER_FOLDER: Final = "keeper"
 """The folder with what `covey run` itself said; those of its processes are called by their numbers."""
 _HEADER: Final = struct.Struct(">BidIQ")
-HEADER_BYTES: Final = _HEADER.size
-_PREFIX: Final = "output-"
-_TRIES: Final = 4
+LOG_HEADER_BYTES: Final = _HEADER.size
+_LOG_PREFIX: Final = "output-"
+_OPEN_TRIES: Final = 4
 """How often a reader looks again, if the file that it wants to read has just been removed."""
 
 
@@ -121,14 +121,14 @@ class SavedOutput:
             os.close(descriptor)
 
     def _path(self, start: int) -> Path:
-        return self._folder / f"{_PREFIX}{start}"
+        return self._folder / f"{_LOG_PREFIX}{start}"
 
 
 def remove_log(folder: Path) -> None:
     """Remove the files of a log."""
     for start in _starts_in(folder):
         with contextlib.suppress(OSError):
-            (folder / f"{_PREFIX}{start}").unlink(missing_ok=True)
+            (folder / f"{_LOG_PREFIX}{start}").unlink(missing_ok=True)
 
 
 def log_bytes(folder: Path) -> int:
@@ -136,17 +136,17 @@ def log_bytes(folder: Path) -> int:
     total = 0
     for start in _starts_in(folder):
         with contextlib.suppress(OSError):
-            total += os.lstat(folder / f"{_PREFIX}{start}").st_size
+            total += os.lstat(folder / f"{_LOG_PREFIX}{start}").st_size
     return total
 
 
 def logs_in(folder: Path) -> list[tuple[str, Path]]:
     """Return the logs of a run's processes in its folder, by number, and last that of `covey run` itself."""
     try:
-        names = [name for name in os.listdir(folder) if name.isdecimal() or name == KEEPER]
+        names = [name for name in os.listdir(folder) if name.isdecimal() or name == KEEPER_FOLDER]
     except OSError:
         return []
-    names.sort(key=lambda name: (name == KEEPER, int(name) if name.isdecimal() else 0))
+    names.sort(key=lambda name: (name == KEEPER_FOLDER, int(name) if name.isdecimal() else 0))
     return [(name, folder / name) for name in names]
 
 
@@ -154,7 +154,7 @@ def log_end(folder: Path) -> int:
     """Return where the next record of a log begins; 0 if it has none."""
     starts = _starts_in(folder)
     with contextlib.suppress(OSError):
-        return starts[-1] + os.lstat(folder / f"{_PREFIX}{starts[-1]}").st_size if starts else 0
+        return starts[-1] + os.lstat(folder / f"{_LOG_PREFIX}{starts[-1]}").st_size if starts else 0
     return 0
 
 
@@ -170,7 +170,7 @@ def read_log(folder: Path, offset: int, most: int) -> RecordBatch:
     Raises:
         ConfigError: no record begins there.
     """
-    for _ in range(_TRIES):
+    for _ in range(_OPEN_TRIES):
         try:
             return _read(folder, offset, most)
         except FileNotFoundError:  # removed since the folder was read
@@ -187,27 +187,27 @@ def _read(folder: Path, offset: int, most: int) -> RecordBatch:
     while True:
         start = max(each for each in starts if each <= at)
         following = next((each for each in starts if each > at), None)
-        with open(folder / f"{_PREFIX}{start}", "rb") as file:
+        with open(folder / f"{_LOG_PREFIX}{start}", "rb") as file:
             file.seek(at - start)
             while taken < most or not records:
-                record = _next_record(file.read(HEADER_BYTES), offset)
+                record = _next_record(file.read(LOG_HEADER_BYTES), offset)
                 if record is None:
                     break
                 data = file.read(record[3])
                 if len(data) < record[3]:  # is being written
                     break
-                if taken + HEADER_BYTES + len(data) > most and records:
+                if taken + LOG_HEADER_BYTES + len(data) > most and records:
                     return RecordBatch(at, missing, tuple(records))
                 stream, rank, when, size, lines = record
                 records.append(OutputRecord(stream, rank, when, lines, data))
-                at, taken = at + HEADER_BYTES + size, taken + HEADER_BYTES + size
+                at, taken = at + LOG_HEADER_BYTES + size, taken + LOG_HEADER_BYTES + size
         if following is None or taken >= most:
             return RecordBatch(at, missing, tuple(records))
         missing, at = missing + following - at, following
 
 
 def _next_record(head: bytes, offset: int) -> tuple[int, int, float, int, int] | None:
-    if len(head) < HEADER_BYTES:
+    if len(head) < LOG_HEADER_BYTES:
         return None
     stream, rank, at, size, lines = _HEADER.unpack(head)
     if stream not in (1, 2) or size > RECORD_BYTES:
@@ -220,4 +220,6 @@ def _starts_in(folder: Path) -> list[int]:
         names = os.listdir(folder)
     except OSError:
         return []
-    return sorted(int(name[len(_PREFIX) :]) for name in names if name.startswith(_PREFIX) and name[7:].isdecimal())
+    return sorted(
+        int(name[len(_LOG_PREFIX) :]) for name in names if name.startswith(_LOG_PREFIX) and name[7:].isdecimal()
+    )

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import msgspec
 
 from covey.base.errors import ConfigError
+from covey.base.numbers import NO_RANK
 from covey.base.settings import SETTINGS
 from covey.base.text import printable
 from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host import folders
 from covey.net.host.locks import LockHolder
 from covey.net.host.run_notes import last_reported, noted_checkpoints
-from covey.net.host.saved_output import KEEPER, NO_RANK, SavedOutput, log_bytes, logs_in, remove_log
+from covey.net.host.saved_output import KEEPER_FOLDER, SavedOutput, log_bytes, logs_in, remove_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,21 +33,21 @@ if TYPE_CHECKING:
 
     from covey.net.host.run_notes import LastReported
 
-FOLDER: Final = "history"
-ABOUT: Final = "about"
-LOCK: Final = "lock"
+HISTORY_FOLDER: Final = "history"
+RECORD_FILE: Final = "about"
+RECORD_LOCK: Final = "lock"
 FORMAT: Final = 1
-RUNS_LIMIT: Final = 500
+SAVED_RUNS_LIMIT: Final = 500
 """Runs that are remembered."""
 ABSENCES_LIMIT: Final = 100
 """Absences of this machine that are remembered of a run."""
-LEAST_BYTES: Final = 64 << 10
+LEAST_KEPT_BYTES: Final = 64 << 10
 """What is kept of each process at least, however many there are."""
 TIDY_BYTES: Final = 8 << 20
 """After so much new output, the bound on the total is looked after again."""
 STOPPED_BY: Final = "stopped by "
 """How the reason of a run begins that a signal has ended."""
-WORDS_LIMIT: Final = 200
+KEPT_COMMAND_LIMIT: Final = 200
 """Characters of the command that are kept."""
 
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
@@ -174,13 +175,13 @@ class SavedRun:
             ConfigError: covey's folder cannot be used.
         """
         self._record = record
-        folder = folders.private_folder(folders.home() / FOLDER)
+        folder = folders.private_folder(folders.home() / HISTORY_FOLDER)
         name = f"{int(record.began * 1000):013d}-{record.pid}"
         self.folder = folders.private_folder(folder / name)
-        self._lock = LockHolder.take(self.folder / LOCK, f"{self.folder} is in use")
+        self._lock = LockHolder.take(self.folder / RECORD_LOCK, f"{self.folder} is in use")
         self._total_bytes = total_bytes
         fair = total_bytes // max(record.processes + 1, 1)
-        self._output_bytes = max(min(output_bytes, fair), LEAST_BYTES) if output_bytes else 0
+        self._output_bytes = max(min(output_bytes, fair), LEAST_KEPT_BYTES) if output_bytes else 0
         self._logs: dict[str, SavedOutput] = {}
         self._since_tidy, self._told = 0, ""
         self._write()
@@ -193,7 +194,7 @@ class SavedRun:
         """
         if not self._output_bytes:
             return ""
-        name = KEEPER if number is None else str(number)
+        name = KEEPER_FOLDER if number is None else str(number)
         log = self._logs.get(name)
         try:
             if log is None:
@@ -229,7 +230,7 @@ class SavedRun:
         self._lock.let_go()
 
     def _write(self) -> None:
-        folders.write_private(self.folder / ABOUT, msgspec.json.encode(self._record))
+        folders.write_private(self.folder / RECORD_FILE, msgspec.json.encode(self._record))
 
 
 def past_runs() -> list[PastRun]:
@@ -238,20 +239,22 @@ def past_runs() -> list[PastRun]:
     Raises:
         ConfigError: covey's folder is open to others, or a file is of a later release.
     """
-    folder = folders.existing() / FOLDER
+    folder = folders.existing() / HISTORY_FOLDER
     try:
-        names = sorted(os.listdir(folders.existing(FOLDER)))
+        names = sorted(os.listdir(folders.existing(HISTORY_FOLDER)))
     except FileNotFoundError:
         return []
     found = []
     for name in names:
         try:
-            record = _read(folder / name / ABOUT)
+            record = _read(folder / name / RECORD_FILE)
         except FileNotFoundError:
             continue
         if record is not None:
             found.append(
-                PastRun(id=name, folder=folder / name, record=record, is_running=_is_locked(folder / name / LOCK))
+                PastRun(
+                    id=name, folder=folder / name, record=record, is_running=_is_locked(folder / name / RECORD_LOCK)
+                )
             )
     return found
 
@@ -265,7 +268,7 @@ def find_past_run(name: str) -> PastRun | None:
 
 
 def tidy(total_bytes: int) -> None:
-    """Remove the oldest output above `total_bytes`, and the oldest runs above RUNS_LIMIT; those that go on stay."""
+    """Remove the oldest output above `total_bytes`, and the oldest runs above SAVED_RUNS_LIMIT; running ones stay."""
     with contextlib.suppress(ConfigError, OSError):
         found = past_runs()
         sizes = {run.id: sum(log_bytes(folder) for _, folder in run.logs()) for run in found}
@@ -273,7 +276,7 @@ def tidy(total_bytes: int) -> None:
         for at, run in enumerate(found):
             if run.is_running:
                 continue
-            if len(found) - at > RUNS_LIMIT:
+            if len(found) - at > SAVED_RUNS_LIMIT:
                 shutil.rmtree(run.folder, ignore_errors=True)
                 total -= sizes[run.id]
             elif total > total_bytes and sizes[run.id]:

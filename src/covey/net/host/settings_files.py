@@ -21,7 +21,7 @@ from covey.net.host.folders import home_path
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-_MAX_BYTES: Final = 1 << 16
+_SETTINGS_FILE_BYTES: Final = 1 << 16
 
 
 def effective_environment() -> MutableMapping[str, str]:
@@ -74,7 +74,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {explain(error)}; make it readable, or move it away") from error
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _SETTINGS_FILE_BYTES:
             raise ConfigError(f"{path} is not a file of settings; move it away")
         _check_owner(path, status)
         if status.st_mode & 0o022:
@@ -82,7 +82,7 @@ def _read(path: Path) -> dict[str, Any]:
                 f"{path} can be changed by other users (mode {stat.S_IMODE(status.st_mode):04o}); "
                 f"run: chmod go-w {shlex.quote(str(path))}"
             )
-        content = os.read(descriptor, _MAX_BYTES)
+        content = os.read(descriptor, _SETTINGS_FILE_BYTES)
     finally:
         os.close(descriptor)
     import tomllib  # slow to load, and few have such a file

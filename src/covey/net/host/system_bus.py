@@ -30,15 +30,26 @@ BUS_PATH: Final = "/org/freedesktop/DBus"
 PROPERTIES: Final = "org.freedesktop.DBus.Properties"
 CALL_SECONDS: Final = 2.0
 """How long the bus, and a service behind it, may take to answer."""
-MESSAGE_LIMIT: Final = 1 << 16
+BUS_MESSAGE_LIMIT: Final = 1 << 16
 """Bytes of a message; those that covey asks for have some hundred."""
-READ_BYTES: Final = 4096
+BUS_READ_BYTES: Final = 4096
 DESCRIPTORS_LIMIT: Final = 8
 LINE_LIMIT: Final = 512
 
-_CALL, _RETURN, _ERROR, _SIGNAL = 1, 2, 3, 4
-_PATH, _INTERFACE, _MEMBER, _ERROR_NAME, _REPLY_TO, _DESTINATION, _SENDER, _SIGNATURE, _DESCRIPTORS = range(1, 10)
-_FIXED: Final = {"y": "B", "b": "I", "n": "h", "q": "H", "i": "i", "u": "I", "x": "q", "t": "Q", "d": "d", "h": "I"}
+_METHOD_CALL, _RETURN, _ERROR, _SIGNAL = 1, 2, 3, 4
+_PATH, _INTERFACE, _MEMBER, _ERROR_NAME, _REPLY_TO, _DESTINATION, _SENDER, _SIGNATURE_FIELD, _DESCRIPTORS = range(1, 10)
+_FIXED_TYPES: Final = {
+    "y": "B",
+    "b": "I",
+    "n": "h",
+    "q": "H",
+    "i": "i",
+    "u": "I",
+    "x": "q",
+    "t": "Q",
+    "d": "d",
+    "h": "I",
+}
 _OWN_ORDER: Final = "l" if sys.byteorder == "little" else "B"
 
 
@@ -96,7 +107,7 @@ class SystemBus:
         with self._closing_on_failure():
             self._serial += 1
             fields = {_PATH: path, _INTERFACE: interface, _MEMBER: member, _DESTINATION: destination}
-            self._send(_encode(_CALL, self._serial, fields, words), until)
+            self._send(_encode(_METHOD_CALL, self._serial, fields, words), until)
             while True:
                 for message in self._messages():
                     if message.kind in (_RETURN, _ERROR) and message.fields.get(_REPLY_TO) == self._serial:
@@ -185,7 +196,7 @@ class SystemBus:
         open_socket = self._open()
         open_socket.settimeout(max(until - time.monotonic(), 0.001) if until else 0.0)
         try:
-            data, descriptors, _, _ = socket.recv_fds(open_socket, READ_BYTES, DESCRIPTORS_LIMIT)
+            data, descriptors, _, _ = socket.recv_fds(open_socket, BUS_READ_BYTES, DESCRIPTORS_LIMIT)
         except BlockingIOError:
             return False
         except TimeoutError:
@@ -206,7 +217,7 @@ class SystemBus:
                 raise BusError("it sent no D-Bus (a message of neither byte order)")
             length, _, header = struct.unpack_from(f"{order}III", self._data, 4)
             start = 16 + header + -header % 8
-            if start + length > MESSAGE_LIMIT:
+            if start + length > BUS_MESSAGE_LIMIT:
                 raise BusError(f"it sent a message of {start + length} bytes")
             if len(self._data) < start + length:
                 return
@@ -217,7 +228,7 @@ class SystemBus:
             came, self._descriptors = self._descriptors[:count], self._descriptors[count:]
             reader = _Reader(data, order, start, came)
             try:  # descriptors belong to answers
-                body = reader.values(str(fields.get(_SIGNATURE, "")) if kind == _RETURN or not came else "")
+                body = reader.values(str(fields.get(_SIGNATURE_FIELD, "")) if kind == _RETURN or not came else "")
             finally:
                 reader.close_unread()
             yield _Message(kind, fields, body)
@@ -238,7 +249,7 @@ class _Reader:
 
     def values(self, signature: str) -> tuple[Any, ...]:
         """Return values of plain types; of others, none is read."""
-        is_plain = all(each in _FIXED or each in "sogv" for each in signature)
+        is_plain = all(each in _FIXED_TYPES or each in "sogv" for each in signature)
         return tuple(self._value(each) for each in signature) if is_plain else ()
 
     def fields(self, end: int) -> dict[int, Any]:
@@ -257,8 +268,8 @@ class _Reader:
                 os.close(descriptor)
 
     def _value(self, kind: str) -> Any:
-        if kind in _FIXED:
-            layout = f"{self._order}{_FIXED[kind]}"
+        if kind in _FIXED_TYPES:
+            layout = f"{self._order}{_FIXED_TYPES[kind]}"
             size = struct.calcsize(layout)
             self._align(size)
             (value,) = struct.unpack_from(layout, self._data, self._at)
@@ -295,11 +306,11 @@ def _encode(kind: int, serial: int, fields: dict[int, str], words: tuple[str, ..
     for word in words:
         _put_text(body, order, word)
     header = bytearray()
-    for code, value in (*fields.items(), *([(_SIGNATURE, "s" * len(words))] if words else [])):
+    for code, value in (*fields.items(), *([(_SIGNATURE_FIELD, "s" * len(words))] if words else [])):
         header += bytes(-len(header) % 8)
-        signature = {_PATH: b"o", _SIGNATURE: b"g"}.get(code, b"s")
+        signature = {_PATH: b"o", _SIGNATURE_FIELD: b"g"}.get(code, b"s")
         header += bytes((code, 1)) + signature + b"\0"
-        if code == _SIGNATURE:
+        if code == _SIGNATURE_FIELD:
             header += bytes((len(value),)) + value.encode() + b"\0"
         else:
             _put_text(header, order, value)

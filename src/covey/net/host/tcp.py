@@ -12,16 +12,16 @@ from typing import Final, NamedTuple, Protocol
 
 STUCK_TIMEOUTS: Final = 3
 """Retransmission timeouts in a row, each twice as long as the one before, after which a path is taken to be dead..."""
-STUCK_SECONDS: Final = 2.0
+STUCK_SENDER_SECONDS: Final = 2.0
 """... if nothing was acknowledged for so long either. On a local network both together take two to three seconds."""
 SLOW_TIMEOUTS: Final = 2
-"""So many are enough if they alone took STUCK_SECONDS. Where round trips were long before, the kernel begins with a
-long timeout, and the third one would end after seven times that."""
+"""So many are enough if they alone took STUCK_SENDER_SECONDS. Where round trips were long before, the kernel begins
+with a long timeout, and the third one would end after seven times that."""
 
 SUSPECT_TIMEOUTS: Final = 2
 """Retransmission timeouts in a row after which a lane with other streams uses those: on a local network 0.6 s. Nothing
 is lost if the path was not dead."""
-LEAST_BUSY_US: Final = 50_000
+LEAST_SENDING_US: Final = 50_000
 LEAST_BUSY_BYTES: Final = 1 << 18
 """Microseconds of sending, and bytes that were sent, after which a lane takes a speed from them."""
 
@@ -90,10 +90,10 @@ class Acknowledgements(NamedTuple):
     @property
     def is_stuck(self) -> bool:
         """Whether the path is dead. The kernel of a receiver that does not read still acknowledges."""
-        is_overdue = self.timeouts >= STUCK_TIMEOUTS and self.seconds_ago >= STUCK_SECONDS
+        is_overdue = self.timeouts >= STUCK_TIMEOUTS and self.seconds_ago >= STUCK_SENDER_SECONDS
         # `seconds_ago` cannot tell for how long bytes have been on the way: the connection may have been idle before.
-        is_slow = self.timeouts >= SLOW_TIMEOUTS and self.timed_out_seconds >= STUCK_SECONDS
-        is_held_back = self.unsent > 0 and self.probes >= STUCK_TIMEOUTS and self.seconds_ago >= STUCK_SECONDS
+        is_slow = self.timeouts >= SLOW_TIMEOUTS and self.timed_out_seconds >= STUCK_SENDER_SECONDS
+        is_held_back = self.unsent > 0 and self.probes >= STUCK_TIMEOUTS and self.seconds_ago >= STUCK_SENDER_SECONDS
         return (self.unacknowledged > 0 and (is_overdue or is_slow)) or is_held_back
 
     @property

@@ -14,7 +14,7 @@ from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host.folders import existing, home, private_folder, read_private, write_private
 from covey.net.host.locks import only_one
-from covey.net.keys.identity import ID_BYTES
+from covey.wire.formation import ID_BYTES
 from covey.wire.messages import WAITING_NODES_LIMIT, Charter, decode_control, encode
 from covey.wire.secret import CLUSTER_NAME, ClusterSecret, check_cluster_name
 from covey.wire.signed import OWNER_BYTES, charter_words, files_tag, has_signed_names, is_signed

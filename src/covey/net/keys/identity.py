@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-ID_BYTES: Final = 32
-LIFE_BYTES: Final = 16
 MAX_SLOTS: Final = 4096
 PREFIX_LETTERS: Final = 4
 

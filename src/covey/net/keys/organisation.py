@@ -26,7 +26,7 @@ from covey.base.text import printable
 from covey.wire.messages import CERTIFICATES_LIMIT, Papers
 
 logger = logging.getLogger("covey")
-_LABEL: Final = b"covey/1/papers"
+_PAPERS_LABEL: Final = b"covey/1/papers"
 _PURPOSES: Final = {ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH}
 
 
@@ -122,7 +122,7 @@ class Organisation:
         chain = x509.load_pem_x509_certificates(read.chain)
         if len(chain) > CERTIFICATES_LIMIT:
             raise ConfigError(f"{self._files.cert} has more than {CERTIFICATES_LIMIT} certificates")
-        signature = _sign(serialization.load_pem_private_key(read.key, None), _LABEL + node_id)
+        signature = _sign(serialization.load_pem_private_key(read.key, None), _PAPERS_LABEL + node_id)
         return Papers(tuple(each.public_bytes(serialization.Encoding.DER) for each in chain), signature)
 
     def objection(self, node_id: bytes, papers: Papers | None) -> str:
@@ -132,7 +132,7 @@ class Organisation:
         try:
             leaf, *above = (x509.load_der_x509_certificate(each) for each in papers.certificates)
             self._verifier().verify(leaf, above)
-            _verify(leaf.public_key(), papers.signature, _LABEL + node_id)
+            _verify(leaf.public_key(), papers.signature, _PAPERS_LABEL + node_id)
         except InvalidSignature:
             return "the certificate of the organisation is not for this node"
         except (ValueError, TypeError, UnsupportedAlgorithm, VerificationError) as error:

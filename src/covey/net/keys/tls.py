@@ -25,8 +25,8 @@ from covey.base.errors import AuthError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SINCE: Final = datetime.datetime(2000, 1, 1)
-_UNTIL: Final = datetime.datetime(9999, 12, 31)
+NOT_BEFORE: Final = datetime.datetime(2000, 1, 1)
+NOT_AFTER: Final = datetime.datetime(9999, 12, 31)
 """Early enough for a machine whose clock starts in 2000 after each power cut."""
 LINK_PROTOCOL: Final = "covey/1"
 RECORD_HEADER_BYTES: Final = 5
@@ -57,8 +57,8 @@ def signed_certificate(
         .issuer_name(issuer)
         .serial_number(1 if is_authority else 2)
         .public_key(key)
-        .not_valid_before(_SINCE)
-        .not_valid_after(_UNTIL)
+        .not_valid_before(NOT_BEFORE)
+        .not_valid_after(NOT_AFTER)
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
     )
     if host_name:

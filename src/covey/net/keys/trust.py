@@ -17,7 +17,8 @@ from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host.folders import existing, home, read_private, write_private
 from covey.net.host.locks import only_one
 from covey.net.keys import charter
-from covey.net.keys.identity import ID_BYTES, node_name, stored_machine
+from covey.net.keys.identity import node_name, stored_machine
+from covey.wire.formation import ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

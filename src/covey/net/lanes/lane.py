@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from covey.wire.header import HEADER_BYTES
+from covey.wire.header import TRANSFER_HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PIECE_BYTES: Final = 1 << 20
 """The most bytes that are moved at once."""
+SPIN_NS: Final = 50_000
+"""How long a rank with a core of its own looks again and again; falling asleep and being woken costs about as much."""
+YIELD_NS: Final = 200_000
+"""How long a rank then gives its core to others between two looks, before it sleeps."""
 
 
 class LanePath(NamedTuple):
@@ -46,7 +50,7 @@ class Outgoing:
         self.data = data
         """The payload, as contiguous bytes."""
         self.nbytes = len(data)
-        self.sent = -HEADER_BYTES
+        self.sent = -TRANSFER_HEADER_BYTES
         """Payload bytes sent; negative until the header is sent."""
 
 
@@ -65,7 +69,7 @@ class Incoming:
         self.nbytes = len(dest)
         self.wrong_header = wrong_header
         self.peer = peer
-        self.got = -HEADER_BYTES
+        self.got = -TRANSFER_HEADER_BYTES
         """Payload bytes received; negative until the header is received."""
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 SPILL_LIMIT: Final = 1 << 26
 """Bytes that a connection may still hold for this end when it is left."""
-KEPT_LIMIT: Final = 1 << 26
+UNACKNOWLEDGED_BYTES: Final = 1 << 26
 """Bytes of a stream that may be kept. Then it waits until something is acknowledged."""
 TRIM_BYTES: Final = 1 << 20
 """What is kept before the kernel is asked how much of it the other end has."""
@@ -156,9 +156,9 @@ class LastingSocket:
     @property
     def is_full(self) -> bool:
         """Whether as much is kept as may be."""
-        if self._kept_to - self._kept_from >= KEPT_LIMIT:
+        if self._kept_to - self._kept_from >= UNACKNOWLEDGED_BYTES:
             self.look()
-        return self._kept_to - self._kept_from >= KEPT_LIMIT
+        return self._kept_to - self._kept_from >= UNACKNOWLEDGED_BYTES
 
     @property
     def has_unsent(self) -> bool:

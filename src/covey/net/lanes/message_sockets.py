@@ -15,15 +15,11 @@ import numpy as np
 from covey.base.arithmetic import DTYPES
 from covey.base.errors import ConfigError
 from covey.base.native import native
-from covey.net.lanes.lane import PIECE_BYTES
+from covey.net.lanes.lane import PIECE_BYTES, SPIN_NS, YIELD_NS
 from covey.net.lanes.ring import CONTROL_BYTES, HEAD, TAIL, RingEnd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-SPIN_NS: Final = 50_000
-YIELD_NS: Final = 200_000
-"""How long a compiled receive looks again and again, and then gives its core to others, before it sleeps."""
 
 
 class MessageSocket(ABC):

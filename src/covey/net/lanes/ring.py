@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.net.host.descriptors import track
 from covey.net.lanes.lane import PIECE_BYTES, Incoming, LaneClosedError, LanePath, Outgoing
-from covey.wire.header import HEADER_BYTES
+from covey.wire.header import TRANSFER_HEADER_BYTES
 
 if TYPE_CHECKING:
     import socket
@@ -139,9 +139,9 @@ class RingLane(RingEnd):
     def transmit(self, out: Outgoing) -> bool:
         room = self._checked(self._room)
         at = self._head % self.capacity
-        if out.sent < 0 and room >= HEADER_BYTES:
-            self._out[at : at + HEADER_BYTES] = out.header
-            self._wrote(HEADER_BYTES)
+        if out.sent < 0 and room >= TRANSFER_HEADER_BYTES:
+            self._out[at : at + TRANSFER_HEADER_BYTES] = out.header
+            self._wrote(TRANSFER_HEADER_BYTES)
             out.sent = 0
             return True
         left = out.nbytes - out.sent
@@ -163,10 +163,10 @@ class RingLane(RingEnd):
             return self._refuse_if_gone()
         at, got = self._tail % self.capacity, incoming.got
         if got < 0:
-            header = self._in[at : at + HEADER_BYTES]
+            header = self._in[at : at + TRANSFER_HEADER_BYTES]
             if header != incoming.expected:
                 incoming.wrong_header(incoming.peer, incoming.expected, bytes(header))
-            self._took(HEADER_BYTES)
+            self._took(TRANSFER_HEADER_BYTES)
             incoming.got = 0
             return True
         step = min(incoming.nbytes - got, available, self.capacity - at, PIECE_BYTES)
@@ -204,7 +204,7 @@ class RingLane(RingEnd):
         return ()
 
     def peek(self) -> bytes:
-        if self._words[self._in_words + HEAD] - self._tail < HEADER_BYTES:
+        if self._words[self._in_words + HEAD] - self._tail < TRANSFER_HEADER_BYTES:
             return b""
         at = self._tail % self.capacity
-        return bytes(self._in[at : at + HEADER_BYTES])
+        return bytes(self._in[at : at + TRANSFER_HEADER_BYTES])

@@ -15,14 +15,14 @@ from covey.net.host.descriptors import track
 from covey.net.lanes.lane import Incoming, LaneClosedError, Outgoing
 from covey.net.lanes.message_sockets import MessageSocket
 from covey.net.lanes.stream import PythonLane, close_without_reset, prepare
-from covey.wire.header import HEADER_BYTES, SMALL_BYTES
+from covey.wire.header import SMALL_BYTES, TRANSFER_HEADER_BYTES
 from covey.wire.seal import (
     ACCEPTOR,
     DIALLER,
     RECORD_LENGTH,
-    RECORD_LIMIT,
     RECORD_OVERHEAD_BYTES,
     REKEY_SECONDS,
+    SEALED_RECORD_LIMIT,
     ForgedError,
     Opener,
     Sealer,
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from covey.net.lanes.lasting import LastingSocket
     from covey.wire.seal import Bytes
 
-FIRST_BYTES: Final = HEADER_BYTES + SMALL_BYTES
+FIRST_BYTES: Final = TRANSFER_HEADER_BYTES + SMALL_BYTES
 """The most plaintext in the first record of a transfer."""
 JOINED_BYTES: Final = 1 << 14
 """Messages shorter than this are copied together into one record: that costs less than a record of their own."""
-_AHEAD_BYTES: Final = 4096
+_RECORD_AHEAD_BYTES: Final = 4096
 """How much is read past the end of a full record: enough for small ones that follow, little enough to copy."""
 _OUT_BYTES: Final = FIRST_BYTES + 64 * RECORD_OVERHEAD_BYTES
-_IN_BYTES: Final = RECORD_OVERHEAD_BYTES + _AHEAD_BYTES
+_IN_BYTES: Final = RECORD_OVERHEAD_BYTES + _RECORD_AHEAD_BYTES
 """What a pipe has room for beside a record: to send, and to receive."""
 
 
@@ -64,10 +64,10 @@ class SealedPipe:
         self._sealer = Sealer(keys[mine], lane, 0, mine)
         self._renew_at = monotonic() + REKEY_SECONDS
         self._opener = Opener(keys[theirs], lane, 0, theirs)
-        self._cipher_out = memoryview(bytearray(RECORD_LIMIT + _OUT_BYTES))
+        self._cipher_out = memoryview(bytearray(SEALED_RECORD_LIMIT + _OUT_BYTES))
         self._start = self.unsent = 0
         """`cipher_out[start:unsent]` is sealed and not sent yet; both are 0 if there is nothing to send."""
-        self._cipher_in = memoryview(bytearray(RECORD_LIMIT + _IN_BYTES))
+        self._cipher_in = memoryview(bytearray(SEALED_RECORD_LIMIT + _IN_BYTES))
         self._head = self._tail = 0
         """`cipher_in[head:tail]` has arrived and is not opened yet."""
 
@@ -183,7 +183,7 @@ class SealedLane(PythonLane):
             pipe.seal(out.header + out.data.tobytes() if is_small else out.header)
             self._out, self._sealed = out, out.nbytes if is_small else 0
         if self._sealed < out.nbytes and pipe.has_room:
-            stop = min(self._sealed + RECORD_LIMIT, out.nbytes)
+            stop = min(self._sealed + SEALED_RECORD_LIMIT, out.nbytes)
             pipe.seal(out.data[self._sealed : stop])
             self._sealed = stop
         moved = pipe.flush()
@@ -205,7 +205,7 @@ class SealedLane(PythonLane):
                 if incoming.got < 0:
                     self._open_first(incoming, length)
                 else:
-                    stop = min(incoming.got + RECORD_LIMIT, incoming.nbytes)
+                    stop = min(incoming.got + SEALED_RECORD_LIMIT, incoming.nbytes)
                     _expect(length, stop - incoming.got)
                     pipe.open(incoming.dest[incoming.got : stop])
                     incoming.got = stop
@@ -215,14 +215,14 @@ class SealedLane(PythonLane):
         return True
 
     def _open_first(self, incoming: Incoming, length: int) -> None:
-        if not HEADER_BYTES <= length <= FIRST_BYTES:
+        if not TRANSFER_HEADER_BYTES <= length <= FIRST_BYTES:
             raise ForgedError(f"the bytes were altered on the way: no transfer starts with a record of {length} bytes")
         self._pipe.open(self._first[:length])
-        if self._first[:HEADER_BYTES] != incoming.expected:
-            incoming.wrong_header(incoming.peer, incoming.expected, self._first[:HEADER_BYTES].tobytes())
+        if self._first[:TRANSFER_HEADER_BYTES] != incoming.expected:
+            incoming.wrong_header(incoming.peer, incoming.expected, self._first[:TRANSFER_HEADER_BYTES].tobytes())
         payload = incoming.nbytes if incoming.nbytes <= SMALL_BYTES else 0
-        _expect(length - HEADER_BYTES, payload)
-        incoming.dest[:payload] = self._first[HEADER_BYTES:length]
+        _expect(length - TRANSFER_HEADER_BYTES, payload)
+        incoming.dest[:payload] = self._first[TRANSFER_HEADER_BYTES:length]
         incoming.got = payload
 
     def _has_arrived(self) -> bool:
@@ -236,9 +236,9 @@ class SealedLane(PythonLane):
                 while not self._pipe.ready() and self._pipe.fill():
                     pass
             length = self._pipe.ready()
-            if HEADER_BYTES <= length <= FIRST_BYTES:
+            if TRANSFER_HEADER_BYTES <= length <= FIRST_BYTES:
                 self._pipe.open(self._first[:length])
-                return self._first[:HEADER_BYTES].tobytes()
+                return self._first[:TRANSFER_HEADER_BYTES].tobytes()
         return b""
 
 
@@ -264,7 +264,7 @@ class SealedSocket(MessageSocket):
         """Tells whether the other end of a connection by QUIC is silent (`tcp.is_stuck`)."""
         self._claimed = 0
         """How many of the caller's bytes are sealed while the kernel has not taken all of them."""
-        self._plain = memoryview(bytearray(RECORD_LIMIT))
+        self._plain = memoryview(bytearray(SEALED_RECORD_LIMIT))
         self._start = self._stop = 0
         """`plain[start:stop]` is decrypted and not received by the caller yet."""
 
@@ -294,7 +294,7 @@ class SealedSocket(MessageSocket):
     def send(self, data: Bytes) -> int:
         """As `sendmsg([data])`."""
         if not self._claimed:
-            piece = memoryview(data)[:RECORD_LIMIT]
+            piece = memoryview(data)[:SEALED_RECORD_LIMIT]
             if not piece:
                 return 0
             self._pipe.seal(piece)
@@ -310,7 +310,7 @@ class SealedSocket(MessageSocket):
         """Seal the first bytes of `buffers`, as many as there is room for; return how many."""
         sealed, small = 0, b""
         for buffer in buffers:
-            piece = memoryview(buffer)[: RECORD_LIMIT - sealed - len(small)]
+            piece = memoryview(buffer)[: SEALED_RECORD_LIMIT - sealed - len(small)]
             if len(piece) < JOINED_BYTES:
                 small += piece
                 continue

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.net.host import tcp
 from covey.net.lanes.lane import Incoming, LaneClosedError, LanePath, Outgoing
 from covey.net.lanes.lasting import LastingSocket, LeftConnections
-from covey.wire.header import HEADER_BYTES
+from covey.wire.header import TRANSFER_HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -213,7 +213,7 @@ class StreamLane(PythonLane):
     def __init__(self, sock: socket.socket, kind: str, *, is_direct: bool | None = None) -> None:
         """The lane is resumable if `is_direct` tells whether the connection is direct."""
         super().__init__(sock, kind, is_direct=is_direct)
-        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._header = memoryview(bytearray(TRANSFER_HEADER_BYTES))
 
     def _transmit(self, out: Outgoing) -> bool:
         if out.sent < 0:
@@ -235,9 +235,9 @@ class StreamLane(PythonLane):
     def peek(self) -> bytes:
         with self._lock:
             if self.is_resumable:
-                return self._lasting.peek(HEADER_BYTES)
+                return self._lasting.peek(TRANSFER_HEADER_BYTES)
             with contextlib.suppress(OSError):
-                return self._lasting.connection.recv(HEADER_BYTES, socket.MSG_PEEK)
+                return self._lasting.connection.recv(TRANSFER_HEADER_BYTES, socket.MSG_PEEK)
         return b""
 
 

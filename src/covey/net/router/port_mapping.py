@@ -41,7 +41,7 @@ logger = logging.getLogger("covey")
 
 MAPPING_SECONDS: Final = 7200
 """Seconds that are asked for; both RFCs recommend it, and the mapping ends with the process anyway."""
-LEAST_PAUSE, MOST_PAUSE = 10.0, 3600.0
+LEAST_RENEWAL_SECONDS, MOST_RENEWAL_SECONDS = 10.0, 3600.0
 """Bounds of the time until the mapping is asked for again, whatever the router grants."""
 FAILED_PAUSE: Final = 60.0
 """How long to wait after the router has refused, or has not answered."""
@@ -130,7 +130,7 @@ class PortMapping:
             logger.warning("the router passes connections to %s on to this node, for COVEY_SEEDS=%s", where, where)
             if self.mapped.is_private:
                 logger.warning("the internet does not lead to %s: the router is behind another one; %s", where, ELSE)
-        return min(MOST_PAUSE, max(LEAST_PAUSE, self.mapped.lifetime / 2))
+        return min(MOST_RENEWAL_SECONDS, max(LEAST_RENEWAL_SECONDS, self.mapped.lifetime / 2))
 
 
 def default_gateway() -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CALLS_LIMIT: Final = 256
 """Open calls from one node to another; also what the called node accepts."""
-_NOTHING: Final = wire.CallPayload()
+_NO_PAYLOAD: Final = wire.CallPayload()
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class OutgoingCalls:
             left = max(0.0, made.deadline - now)
             request = wire.CallRequest(made.number, made.name, left, made.payload, made.target, made.credit)
             self._effects.append(SendMessage(peer, request, made.parts))
-            made.payload, made.parts = _NOTHING, None
+            made.payload, made.parts = _NO_PAYLOAD, None
         if not waiting:
             self._waiting.pop(peer, None)
 

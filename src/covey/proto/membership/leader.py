@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LEASE: Final = 2.0
 """Seconds that a claim lasts. A longer lease delays a new leader; a shorter one needs more pulses."""
-DRIFT: Final = 1.1
+CLOCK_DRIFT: Final = 1.1
 """How much longer a lease may be by another clock."""
 PULSE_EVERY: Final = LEASE / 4
 LEADERLESS: Final = 3 * LEASE
@@ -41,7 +41,7 @@ class Lease:
         """Note the echo of a claim; `is_quorum` tells whether some ranks, with this member, are a quorum."""
         self._echoes[rank] = max(stamp, self._echoes.get(rank, -math.inf))
         if self._title_at == math.inf and self._until(is_quorum) > now:
-            self._title_at = now + LEASE * DRIFT
+            self._title_at = now + LEASE * CLOCK_DRIFT
 
     def lost(self) -> None:
         """Give up the lease: a later ballot was promised."""

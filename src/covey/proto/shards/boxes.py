@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PARTS_LIMIT: Final = 1 << 14
+BOXES_LIMIT: Final = 1 << 14
 """The most parts of an array that are not slices along one axis."""
 
 Shape = tuple[int, ...]
@@ -80,8 +80,8 @@ def gap(shape: Shape, boxes: Sequence[Box]) -> str:
 
 def _overlaps(boxes: Sequence[Box]) -> str:
     """Return which of many boxes overlap; empty if none do. Those that do not begin where others are, are skipped."""
-    if len(boxes) > PARTS_LIMIT:
-        return f"it has {len(boxes)} parts, and at most {PARTS_LIMIT} can be checked"
+    if len(boxes) > BOXES_LIMIT:
+        return f"it has {len(boxes)} parts, and at most {BOXES_LIMIT} can be checked"
     axis = max(range(len(boxes[0].shape)), key=lambda axis: len({box.offset[axis] for box in boxes}))
     open_: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offset[axis]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.proto.shards.boxes import Box, elements, overlap
-from covey.wire.shards import CHUNK_BYTES
+from covey.wire.shards import SHARD_CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from covey.proto.shards.layout import CheckpointLayout
     from covey.wire.shards import CheckpointPart
 
-SHOWN: Final = 8
+SHOWN_MISSING: Final = 8
 
 
 class FoundCheckpoint(NamedTuple):
@@ -110,7 +110,9 @@ def needed(layout: CheckpointLayout, wanted: Mapping[int, Box]) -> list[Need]:
             if (shared := overlap(held, box)) is not None:
                 size, start = layout.itemsize(array), shard.starts[place]
                 first, end = elements(shared, held)
-                chunks = range((start + first * size) // CHUNK_BYTES, (start + end * size - 1) // CHUNK_BYTES + 1)
+                chunks = range(
+                    (start + first * size) // SHARD_CHUNK_BYTES, (start + end * size - 1) // SHARD_CHUNK_BYTES + 1
+                )
                 found.update((number, chunk) for chunk in chunks)
     return sorted(found)
 
@@ -173,10 +175,10 @@ def none_complete(
     if not wanted:
         return f"{named} is on the machines that are here; complete ones: {others or 'none'}"
     lacking = []
-    for each in wanted[:SHOWN]:
+    for each in wanted[:SHOWN_MISSING]:
         which = ", ".join(
             f"{number} ({' and '.join(hosts.get((each.id, number), ())) or 'unknown'} had it)"
-            for number in each.missing[:SHOWN]
+            for number in each.missing[:SHOWN_MISSING]
         )
         lacking.append(f"that of step {each.step} lacks {len(each.missing)} of {len(each.holders)} shards: {which}")
     return f"{named} is complete on the machines that are here: {'; '.join(lacking)}; complete ones: {others or 'none'}"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.errors import MismatchError, RemoteProtocolError
 from covey.proto.shards.boxes import Box, fits, gap, whole
-from covey.proto.shards.safetensors import DTYPES, FileLayout, FileTensor, in_order, lay_out
-from covey.wire.shards import CHUNK_BYTES, SavedArray, SavedCheckpoint, SavedPiece
+from covey.proto.shards.safetensors import FORMAT_DTYPES, FileLayout, FileTensor, in_order, lay_out
+from covey.wire.shards import SHARD_CHUNK_BYTES, SavedArray, SavedCheckpoint, SavedPiece
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class ShardPiece(NamedTuple):
 
 def array_bytes(array: SavedArray) -> int:
     """Return the bytes of a whole array."""
-    return math.prod(array.shape) * DTYPES[array.dtype].itemsize
+    return math.prod(array.shape) * FORMAT_DTYPES[array.dtype].itemsize
 
 
 def share_out(
@@ -50,7 +50,7 @@ def share_out(
     def give(rank: int, array: int, box: Box) -> None:
         if box.volume:
             given[rank].append(ShardPiece(array, box))
-            load[rank] += box.volume * DTYPES[arrays[array].dtype].itemsize
+            load[rank] += box.volume * FORMAT_DTYPES[arrays[array].dtype].itemsize
 
     holders: dict[tuple[int, Box], list[int]] = {}
     for rank in ranks:
@@ -118,7 +118,7 @@ class ShardLayout(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        return -(-self.nbytes // CHUNK_BYTES)
+        return -(-self.nbytes // SHARD_CHUNK_BYTES)
 
 
 class CheckpointLayout:
@@ -132,7 +132,11 @@ class CheckpointLayout:
         if len(names) < len(saved.arrays):
             raise RemoteProtocolError("the manifest has several arrays of one name")
         for array in saved.arrays:
-            if array.dtype not in DTYPES or not array.name.isprintable() or array.axis >= max(len(array.shape), 1):
+            if (
+                array.dtype not in FORMAT_DTYPES
+                or not array.name.isprintable()
+                or array.axis >= max(len(array.shape), 1)
+            ):
                 raise RemoteProtocolError(f"the manifest has an impossible array {array.name[:50]!r}")
         for shard in saved.shards:
             for piece in shard.pieces:
@@ -161,10 +165,10 @@ class CheckpointLayout:
         return found
 
     def chunk_bytes(self, shard: int, chunk: int) -> int:
-        return min(CHUNK_BYTES, self.shards[shard].nbytes - chunk * CHUNK_BYTES)
+        return min(SHARD_CHUNK_BYTES, self.shards[shard].nbytes - chunk * SHARD_CHUNK_BYTES)
 
     def itemsize(self, array: int) -> int:
-        return DTYPES[self.arrays[array].dtype].itemsize
+        return FORMAT_DTYPES[self.arrays[array].dtype].itemsize
 
 
 def _box(piece: SavedPiece) -> Box:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 HEADER_LIMIT: Final = 100_000_000
 """The longest header that the library of safetensors reads, too."""
 ALIGNMENT: Final = 64
-_LENGTH: Final = struct.Struct("<Q")
-_NAMES: Final = {
+_HEADER_LENGTH: Final = struct.Struct("<Q")
+_FORMAT_NAMES: Final = {
     "bool": "BOOL",
     "int8": "I8",
     "int16": "I16",
@@ -46,10 +46,11 @@ _NAMES: Final = {
     "float8_e5m2": "F8_E5M2",
 }
 """By the name of numpy's dtype: the name in the file."""
-DTYPES: Final = {
-    name: np.dtype(getattr(ml_dtypes, name) if name.startswith(("bfloat", "float8")) else name) for name in _NAMES
+FORMAT_DTYPES: Final = {
+    name: np.dtype(getattr(ml_dtypes, name) if name.startswith(("bfloat", "float8")) else name)
+    for name in _FORMAT_NAMES
 }
-_BY_NAME: Final = {name: DTYPES[each] for each, name in _NAMES.items() if each != "complex128"}
+_BY_NAME: Final = {name: FORMAT_DTYPES[each] for each, name in _FORMAT_NAMES.items() if each != "complex128"}
 _WIDE: Final = "complex128"
 """The key of the metadata with the names of tensors of this dtype."""
 
@@ -59,12 +60,12 @@ class FileTensor(NamedTuple):
 
     name: str
     dtype: str
-    """The name of a numpy dtype: a key of `DTYPES`."""
+    """The name of a numpy dtype: a key of `FORMAT_DTYPES`."""
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * FORMAT_DTYPES[self.dtype].itemsize
 
 
 class FileLayout(NamedTuple):
@@ -89,28 +90,28 @@ def lay_out(tensors: Sequence[FileTensor], metadata: Mapping[str, str] | None = 
     for tensor in tensors:
         shape = [*tensor.shape, 2] if tensor.dtype == "complex128" else list(tensor.shape)
         entries[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": _FORMAT_NAMES[tensor.dtype],
             "shape": shape,
             "data_offsets": [at, at + tensor.nbytes],
         }
         starts.append(at)
         at += tensor.nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + _LENGTH.size) % ALIGNMENT)
-    header = _LENGTH.pack(len(text)) + text
+    text += b" " * (-(len(text) + _HEADER_LENGTH.size) % ALIGNMENT)
+    header = _HEADER_LENGTH.pack(len(text)) + text
     return FileLayout(header, tuple(len(header) + start for start in starts), len(header) + at)
 
 
 def in_order(tensors: Sequence[FileTensor]) -> list[int]:
     """Return the numbers of tensors in the order in which their elements are aligned in a file."""
-    return sorted(range(len(tensors)), key=lambda number: (-DTYPES[tensors[number].dtype].itemsize, number))
+    return sorted(range(len(tensors)), key=lambda number: (-FORMAT_DTYPES[tensors[number].dtype].itemsize, number))
 
 
 def header_bytes(start: bytes) -> int:
     """Return the length of the header that a file's first eight bytes tell; raise ConfigError for an impossible one."""
-    if len(start) != _LENGTH.size:
+    if len(start) != _HEADER_LENGTH.size:
         raise ConfigError("the file is too short for safetensors")
-    length: int = _LENGTH.unpack(start)[0]
+    length: int = _HEADER_LENGTH.unpack(start)[0]
     if length > HEADER_LIMIT:
         raise ConfigError(f"the file is no safetensors: its header would have {length} bytes")
     return length

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from covey.base.errors import MismatchError
 from covey.proto.shards.boxes import Box, fits, split, whole
-from covey.proto.shards.safetensors import DTYPES
-from covey.wire.shards import CHUNK_BYTES, DIGEST_BYTES, SavedArray
+from covey.proto.shards.safetensors import FORMAT_DTYPES
+from covey.wire.shards import CHUNK_DIGEST_BYTES, SHARD_CHUNK_BYTES, SavedArray
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +34,11 @@ def whole_arrays(
     for number, array in enumerate(first):
         parts = {rank: told[rank][number] for rank in ranks}
         for rank, part in parts.items():
-            if (part.name, part.dtype, part.axis) != (array.name, array.dtype, array.axis) or part.dtype not in DTYPES:
+            if (part.name, part.dtype, part.axis) != (
+                array.name,
+                array.dtype,
+                array.axis,
+            ) or part.dtype not in FORMAT_DTYPES:
                 raise MismatchError(
                     f"rank {ranks[0]} has {_said(array)}, and rank {rank} has {_said(part)} in its place"
                 )
@@ -161,7 +165,7 @@ def judge(ranks: Sequence[int], sizes: Sequence[int], written: Mapping[int, Writ
     failed = {rank: told.failure for rank, told in sorted(written.items()) if told.failure}
     digests, holders = [], []
     for number, (writer, nbytes) in enumerate(zip(ranks, sizes, strict=True)):
-        length = -(-nbytes // CHUNK_BYTES) * DIGEST_BYTES
+        length = -(-nbytes // SHARD_CHUNK_BYTES) * CHUNK_DIGEST_BYTES
         found = {
             rank: copy
             for rank, told in sorted(written.items())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SHORT_SECONDS: Final = 0.0002
 """A function that takes less time on average is short. Waking a thread takes about half as long."""
 _TEXT_LIMIT: Final = 4000
-_LINE_LIMIT: Final = 300
+_ERROR_LINE_LIMIT: Final = 300
 """Characters of the text of an exception, and of a line of its traceback."""
 _FIRST_RUNS: Final = 8
 """How often a function runs before it may count as short."""
@@ -139,7 +139,7 @@ def _raised(number: int, error: BaseException) -> wire.CallFailure:
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename) and trace.tb_next is not None:
         trace = trace.tb_next
     lines = [
-        printable(line, _LINE_LIMIT)
+        printable(line, _ERROR_LINE_LIMIT)
         for text in traceback.format_exception(type(error), error, trace)
         for line in text.splitlines()
     ]

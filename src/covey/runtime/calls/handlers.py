@@ -47,7 +47,7 @@ current_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("
 
 logger = logging.getLogger("covey")
 
-IDLE_SECONDS: Final = 10.0
+IDLE_HANDLER_SECONDS: Final = 10.0
 """How long an idle handler thread stays."""
 
 
@@ -90,7 +90,7 @@ class HandlerThreads:
     def _work(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=IDLE_SECONDS)
+                job = self._jobs.get(timeout=IDLE_HANDLER_SECONDS)
             except queue.Empty:
                 with self._lock:
                     if self._idle > 0:  # else a job is about to be queued for this thread

@@ -31,7 +31,7 @@ WAY_SECONDS: Final = 0.01
 
 ANSWERS_SECONDS: Final = 30.0
 """How long a node that leaves waits until its answers are delivered."""
-QUIET_SECONDS: Final = 8.0
+STALLED_PARTS_SECONDS: Final = 8.0
 """How long it waits while nothing of them moves."""
 PROGRESS_CHECK_EVERY: Final = 0.1
 """How often a sender of a large value checks whether bytes have moved."""
@@ -91,12 +91,12 @@ class LaneTransport:
         """Wait until all parts of answers are delivered: while they move, and for ANSWERS_SECONDS at most."""
         messenger = self._large.used_messenger
         now = time.monotonic()
-        until, quiet_until, moved = now + ANSWERS_SECONDS, now + QUIET_SECONDS, -1
+        until, quiet_until, moved = now + ANSWERS_SECONDS, now + STALLED_PARTS_SECONDS, -1
         for work in list(self._answers):
             while messenger is not None and not work.wait_until_done(PROGRESS_CHECK_EVERY):
                 now, before, moved = time.monotonic(), moved, messenger.delivered_bytes()
                 if moved != before:
-                    quiet_until = now + QUIET_SECONDS
+                    quiet_until = now + STALLED_PARTS_SECONDS
                 if now >= min(until, quiet_until):
                     return
 

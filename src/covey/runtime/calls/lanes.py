@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.views.generation import Generation
 
-FLUSH_SECONDS: Final = 2.0
+ANSWERS_FLUSH_SECONDS: Final = 2.0
 """How long leaving a run may take to deliver the last answers."""
 
 
@@ -163,7 +163,7 @@ class CallLanes:
         with self.routing.lock:
             is_first, self.is_closed = not self.is_closed, True
         if is_first and self.node is not None:
-            self.routing.close(time.monotonic() + FLUSH_SECONDS)
+            self.routing.close(time.monotonic() + ANSWERS_FLUSH_SECONDS)
             self.node.lanes.forget(self.id, 0)
             self._bell.close()
 

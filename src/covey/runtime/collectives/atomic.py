@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     Step = RunOperation | Returned | Raised | Revoked
     MakeAttempt = Callable[[int, tuple[Rank, ...], Bell, Any], Attempt]
 
-PAUSES: Final = Growing(0.04, 2.0)
+ATTEMPT_PAUSES: Final = Growing(0.04, 2.0)
 """Before an attempt whose predecessors failed too; the first that follows a failure comes at once."""
-SURPLUS_SECONDS: Final = 30.0
+VIEW_SURPLUS_SECONDS: Final = 30.0
 """How long after the end of `patience` a view may still be decided; then none will be."""
 
 
@@ -216,7 +216,7 @@ class AtomicOperations:
 
     def _await_view(self) -> Step:
         """Wait for the next view, and return what it says about the operation in progress."""
-        give_up_at = time.monotonic() + self._generation.patience + SURPLUS_SECONDS
+        give_up_at = time.monotonic() + self._generation.patience + VIEW_SURPLUS_SECONDS
         with self._lock:
             while self._step is None:
                 self._failure.raise_fault()
@@ -283,7 +283,7 @@ class AtomicOperations:
         If lanes keep breaking, each request comes a little later than the one before.
         """
         self._strikes, self._problem = self._strikes + 1, trouble
-        control.soon(self._generation.disturbed, attempt, PAUSES.after(self._strikes - 1))
+        control.soon(self._generation.disturbed, attempt, ATTEMPT_PAUSES.after(self._strikes - 1))
         raise HaltedError
 
     def withdraw(self) -> None:

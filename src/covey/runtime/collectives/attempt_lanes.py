@@ -40,7 +40,7 @@ AHEAD: Final = 2
 """How many operations later than possible a switch is proposed, so that the answer is usually there in time."""
 MOST_AHEAD: Final = 1_000_000
 """A switch that is further ahead than this is refused: the operations until then could not take the shortcut."""
-WAIT_SECONDS: Final = 0.2
+ANSWER_LOOK_SECONDS: Final = 0.2
 """How long to wait for the answer before checking whether the group has failed."""
 
 
@@ -265,9 +265,9 @@ class LaneSwitch:
                 if not open_questions:
                     self.pending = [each for each in self.pending if each.sequence > sequence]
                     break
-                self._changed.wait(WAIT_SECONDS)
+                self._changed.wait(ANSWER_LOOK_SECONDS)
             attempt.check()
-            if time.monotonic() >= since + WAIT_SECONDS:
+            if time.monotonic() >= since + ANSWER_LOOK_SECONDS:
                 attempt.stalled(since, open_questions)
         for each in due:
             attempt.replace_lane(each.slot, each.lane)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from covey.wire.header import TransferHeader
 
-TEXT_LIMIT: Final = 2000
+CALL_TEXT_LIMIT: Final = 2000
 """Characters of another rank's call that are stored."""
 LOGGED: Final = 64
 """Past operations that can still be compared. Ranks that merely missed a call are closer together than this."""
@@ -82,7 +82,7 @@ class CallLog:
         known = self._others.get(rank)
         calls = known.calls if known is not None else {}
         if text:
-            calls[sequence] = (fingerprint, text[:TEXT_LIMIT])
+            calls[sequence] = (fingerprint, text[:CALL_TEXT_LIMIT])
             while len(calls) > LOGGED:
                 del calls[min(calls)]
         known = known or HeardCalls(0, 0, calls)

@@ -38,9 +38,9 @@ PROVING: Final = frozenset(
 """Operations in which every rank hears from every other, at least by way of others: all called the same."""
 DEPARTURE_CHECK_EVERY: Final = 0.02
 """How often a rank that waits looks whether others are gone."""
-FLUSH_SECONDS: Final = 5.0
+MESSAGES_FLUSH_SECONDS: Final = 5.0
 """How long closing a group may take to deliver messages that were sent before."""
-END_SECONDS: Final = 5.0
+OPERATION_END_SECONDS: Final = 5.0
 """How long closing a group waits for a running operation to end."""
 OTHER_CLOSE_SECONDS: Final = 30.0
 """How long a second call of `close` waits for the thread that closes the group: longer than that can take."""

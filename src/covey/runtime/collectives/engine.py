@@ -365,7 +365,7 @@ class Engine:
         self._closure.close(self._free)
 
     def _free(self) -> None:
-        self.routing.close(time.monotonic() + closure.FLUSH_SECONDS)
+        self.routing.close(time.monotonic() + closure.MESSAGES_FLUSH_SECONDS)
         if self.has_pending:
             text = f"group {self.name!r} was closed on rank {self.rank} with operations pending"
             fault = Fault("ClosedError", text, (self.rank,))
@@ -373,9 +373,9 @@ class Engine:
                 self.failure.end_here(fault)
             else:
                 self.failure.declare(fault)
-        self._backlog.end(closure.END_SECONDS)
+        self._backlog.end(closure.OPERATION_END_SECONDS)
         if self._issuing.acquire(
-            timeout=closure.END_SECONDS
+            timeout=closure.OPERATION_END_SECONDS
         ):  # an operation on another thread ends before its lanes do
             self._issuing.release()
         if self.atomic is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import NO_RANK
 from covey.runtime.collectives.call_log import describe_header
-from covey.wire.header import HEADER_BYTES, unpack
+from covey.wire.header import TRANSFER_HEADER_BYTES, unpack
 
 if TYPE_CHECKING:
     from covey.base.numbers import Rank
@@ -75,7 +75,7 @@ class CallEvidence:
             messages.FoundCall(rank, header.sequence, header.fingerprint, describe_header(header))
             for rank, header in sorted(self.found(), key=lambda item: (item[0] in here, item[0], item[1].sequence))
         ]
-        return self.recent_runs(), tuple(told[: messages.FOUND_LIMIT])
+        return self.recent_runs(), tuple(told[: messages.TOLD_CALLS_LIMIT])
 
     def part(self, *, in_order: bool = False) -> None:
         """Send this rank's last calls to the others, once: a rank that only sends may exit before they compare.
@@ -105,7 +105,7 @@ class CallEvidence:
 
     def _header(self, data: bytes) -> TransferHeader | None:
         """Return the header of a transfer of this group; None for other bytes, such as the middle of a payload."""
-        if len(data) != HEADER_BYTES:
+        if len(data) != TRANSFER_HEADER_BYTES:
             return None
         try:
             header = unpack(data)

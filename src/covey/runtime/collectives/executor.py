@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from covey.net.lanes.lane import Incoming, LaneClosedError, Outgoing
-from covey.plan.moves import FINAL, LEFT, REDUCE, first_writes
+from covey.plan.moves import FINAL, LEFT_OPERAND, REDUCE, first_writes
 from covey.wire.header import HEADER_SUFFIX, flagged
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def apply(action: int, target: Array, payload: Array, reduction: Reduction | Non
         target[...] = payload
         return
     assert reduction is not None
-    left, right = (payload, target) if action & LEFT else (target, payload)
+    left, right = (payload, target) if action & LEFT_OPERAND else (target, payload)
     if reduction.divides and action & FINAL:
         reduction.average(left, right, target, contributors)
     elif target.size > 1:

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from covey.runtime.counters import GroupCounters
     from covey.wire import messages
 
-TEXT_LIMIT: Final = 8000
+FAULT_TEXT_LIMIT: Final = 8000
 """Characters of a fault that other ranks are told."""
 CAUSE_SECONDS: Final = 0.2
 """How long a rank whose lane broke waits for a message that says why."""
-MESSAGES: Final = Call(0, 0, 0, "point-to-point")
+POINT_TO_POINT: Final = Call(0, 0, 0, "point-to-point")
 
 
 class Survivors(Protocol):
@@ -166,7 +166,7 @@ class Failure:
         from covey.wire import messages  # slow to load; a program that joins a run has it already
 
         evidence = self._evidence.given() if fault.kind == "PeerLostError" else ()
-        return messages.Revoke(self._facts.id, fault.kind, fault.text[:TEXT_LIMIT], fault.ranks, *evidence)
+        return messages.Revoke(self._facts.id, fault.kind, fault.text[:FAULT_TEXT_LIMIT], fault.ranks, *evidence)
 
     def operation_raised(self, error: BaseException) -> None:
         """End the group because its current operation raised `error` on this rank."""
@@ -254,17 +254,17 @@ class Failure:
     def require_open(self) -> None:
         """Raise the error that keeps messages from being sent or received, if the group is closed or has ended."""
         if self.is_over:
-            self.refuse(MESSAGES)
+            self.refuse(POINT_TO_POINT)
 
     def message_error(self) -> CoveyError | None:
         """Return the error for a message, None while the group has not ended. A caller that raises it notes that."""
-        return None if self.fault is None else self._error(MESSAGES.text, self._operation.sequence)
+        return None if self.fault is None else self._error(POINT_TO_POINT.text, self._operation.sequence)
 
     def lost_error(self, rank: Rank) -> CoveyError:
         """Return the error for a message to or from a rank whose lane ended; wait a moment for the reason."""
         text = self.why_closed(rank, "end of stream")
         host, sequence = self._roster.host_name(rank), self._operation.sequence
-        lost = PeerLostError(text, rank=rank, host=host, operation=MESSAGES.text, sequence=sequence)
+        lost = PeerLostError(text, rank=rank, host=host, operation=POINT_TO_POINT.text, sequence=sequence)
         return self.message_error() or lost
 
     def why_closed(self, rank: Rank, symptom: str) -> str:

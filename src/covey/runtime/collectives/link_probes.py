@@ -13,7 +13,15 @@ import numpy as np
 
 from covey.base.errors import ConfigError
 from covey.net.discovery.interfaces import all_interfaces, parse_pattern
-from covey.plan.measurement import MOST_ROUNDS, PIECES, LinkMeasurement, rotation, sustained, swap_rounds, swaps
+from covey.plan.measurement import (
+    MEASURED_PIECES,
+    MOST_ROUNDS,
+    LinkMeasurement,
+    rotation,
+    sustained,
+    swap_rounds,
+    swaps,
+)
 from covey.plan.moves import Plan
 from covey.plan.network import Flow
 
@@ -131,8 +139,8 @@ class LinkProbes:
         size, slot = attempt.size, attempt.slot
         target, source = (slot + step) % size, (slot - step) % size
         sent, received = self._schedule.piece(slot, target), self._schedule.piece(source, slot)
-        arrivals = Arrivals(PIECES)
-        plan = rotation(slot, size, step, sent, received, PIECES)
+        arrivals = Arrivals(MEASURED_PIECES)
+        plan = rotation(slot, size, step, sent, received, MEASURED_PIECES)
         attempt.execute(plan, (np.zeros(sent, np.uint8), np.empty(received, np.uint8)), coder=arrivals)
         self._speeds[source, slot] = arrivals.speed(received, max(0.0, self._trips[slot, source]))
 

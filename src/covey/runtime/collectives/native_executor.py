@@ -12,7 +12,7 @@ import numpy as np
 
 from covey.base.arithmetic import BFLOAT16
 from covey.base.native import native
-from covey.net.lanes.lane import LaneClosedError
+from covey.net.lanes.lane import SPIN_NS, YIELD_NS, LaneClosedError
 from covey.plan.moves import first_writes
 from covey.runtime.collectives.executor import COMMIT_PHASE, ExecutionHost
 from covey.runtime.collectives.trouble import ANNOUNCE_SECONDS
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-SPIN_NS: Final = 50_000
-"""How long a rank with a core of its own looks again and again; falling asleep and being woken costs about as much."""
-YIELD_NS: Final = 200_000
-"""How long a rank then gives its core to others between two looks, before it sleeps."""
 STALL_NS: Final = int(ANNOUNCE_SECONDS * 1e9)
 """The first time that a stall is looked at: when it is announced."""
 SHORT_BYTES: Final = 1 << 18

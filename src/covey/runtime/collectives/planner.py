@@ -31,7 +31,15 @@ from covey.plan.measurement import MOST_SECONDS
 from covey.plan.network import infer
 from covey.runtime.collectives import saved_links
 from covey.runtime.collectives.link_probes import LinkProbes, is_metered
-from covey.runtime.collectives.size_class import CHANGE, FIRST, METERED, UNKNOWN, PlainSums, PlanChoice, SizeClass
+from covey.runtime.collectives.size_class import (
+    CHANGE,
+    FIRST_PLAN,
+    METERED,
+    UNMEASURED,
+    PlainSums,
+    PlanChoice,
+    SizeClass,
+)
 from covey.runtime.events import PLAN, Event
 
 if TYPE_CHECKING:
@@ -45,9 +53,9 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.link_probes import MeasuredLinks
     from covey.runtime.collectives.size_class import Sums
 
-PLAIN_CALLS: Final = 2
+TIMED_PLAIN_CALLS: Final = 2
 """Calls of a size class that use the plain plan, and are timed. The first one may have to open connections."""
-MEASURING: Final = PLAIN_CALLS
+MEASURING: Final = TIMED_PLAIN_CALLS
 """The large call of an attempt, counted from 1, after which the ranks begin to measure."""
 CHECKING: Final = 2
 """Calls of a fitted plan that are timed before it is compared with the plain plan."""
@@ -84,7 +92,7 @@ class Planner:
         """By `Sums.key`."""
         self._calls = self._calls_before = 0
         self._review_at = MEASURING
-        self._plain_calls = PLAIN_CALLS
+        self._plain_calls = TIMED_PLAIN_CALLS
         self._is_on = True
         """Whether the ranks agree on what they know of each other."""
         self._is_suspected = self._is_metered = False
@@ -117,7 +125,7 @@ class Planner:
         self._calls += 1
         if self._calls == 1:
             self._recall(attempt)
-        if self._is_metered and kind.choice is FIRST:
+        if self._is_metered and kind.choice is FIRST_PLAN:
             kind.choice = METERED
         if self.network is not None:
             if kind.network is not self.network and kind.calls >= self._plain_calls:
@@ -128,7 +136,7 @@ class Planner:
                 self._compare(attempt, kind, sums)
         fitted = kind.choice.fitted
         is_reviewed = self._is_on and (self._probes is not None or self._calls == self._review_at)
-        is_timed = kind.calls < (PLAIN_CALLS if fitted is None else CHECKING) or (is_reviewed and fitted is None)
+        is_timed = kind.calls < (TIMED_PLAIN_CALLS if fitted is None else CHECKING) or (is_reviewed and fitted is None)
         if is_timed or is_reviewed:
             attempt.synchronize()
         began = time.perf_counter()
@@ -264,7 +272,7 @@ class Planner:
         if used is None:
             kind.plain = kind.measured = _agreed(attempt, kind)
         else:
-            kind.plain = UNKNOWN  # it was timed when the links were others
+            kind.plain = UNMEASURED  # it was timed when the links were others
         kind.candidates, kind.network, kind.plain_predicted = candidates, network, plain.seconds
         earlier = kind.choice
         if not _agrees(attempt, zlib.crc32(repr((candidates, best)).encode()))[0]:
@@ -290,13 +298,13 @@ class Planner:
             self._suspect()
         if kind.choice.fitted is None:
             given_up, kind.given_up = kind.given_up, None
-            if measured != UNKNOWN:
+            if measured != UNMEASURED:
                 kind.plain = kind.measured = measured
-            if given_up is not None and measured != UNKNOWN and kind.fitted_measured < measured:
+            if given_up is not None and measured != UNMEASURED and kind.fitted_measured < measured:
                 kind.has_returned = True
                 self._take(attempt, kind, given_up)
             return
-        if measured < kind.plain or measured == UNKNOWN:
+        if measured < kind.plain or measured == UNMEASURED:
             kind.measured = measured
             return
         given_up, kind.fitted_measured = kind.choice, measured
@@ -330,7 +338,7 @@ class Planner:
         before, kind.choice = kind.choice, choice
         if _form(before.fitted) == _form(choice.fitted):
             return
-        kind.calls, kind.measured = 0, UNKNOWN
+        kind.calls, kind.measured = 0, UNMEASURED
         kind.timed.clear()
         if self.network is not None:
             saved_links.tell(attempt, self, choice.why)
@@ -374,11 +382,11 @@ def _is_any(attempt: Attempt, *, is_here: bool) -> bool:
 def _agreed(attempt: Attempt, kind: SizeClass) -> float:
     """Return what the fastest timed call took until the last rank had finished, and forget the times."""
     if not kind.timed:
-        return UNKNOWN
+        return UNMEASURED
     figures = np.array(kind.timed, np.float64)
     kind.timed.clear()
     attempt.all_reduce(figures, "max")
-    return float(figures.min()) if np.isfinite(figures).all() and figures.min() > 0 else UNKNOWN
+    return float(figures.min()) if np.isfinite(figures).all() and figures.min() > 0 else UNMEASURED
 
 
 def _ms(seconds: float) -> str:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import numpy as np
 
 from covey.base.errors import AuthError
+from covey.base.numbers import FASTEST, SLOWEST
 from covey.net.discovery.interfaces import all_interfaces
 from covey.net.host.saved_figures import OLDEST_SECONDS, is_recent, keep_figures, read_figures
 from covey.plan.measurement import steps
 from covey.plan.network import Flow
 from covey.runtime.collectives.link_probes import ROUND_TRIP, MeasuredLinks
 from covey.wire.reports import NETWORK_LIMIT, MeasuredNetwork, NetworkMember
-from covey.wire.saved_figures import FASTEST, LONGEST_TRIP, SLOWEST, SavedFigure
+from covey.wire.saved_figures import LONGEST_TRIP, SavedFigure
 from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:

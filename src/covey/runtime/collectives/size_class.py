@@ -26,7 +26,7 @@ DRIFT_CALLS: Final = 32
 MOST_DRIFT_CALLS: Final = 1024
 CHANGE: Final = 2.0
 """How many times as long, or as short, sums take if a link has changed. Less is what busy machines do."""
-UNKNOWN: Final = math.inf
+UNMEASURED: Final = math.inf
 
 
 class Sums(Protocol):
@@ -103,28 +103,28 @@ class PlanChoice(NamedTuple):
     """Seconds; infinite before the links are known."""
 
 
-FIRST: Final = PlanChoice(None, "plain: the links are not measured yet", UNKNOWN)
-METERED: Final = PlanChoice(None, "plain: a link is metered, so nothing is sent to measure the links", UNKNOWN)
+FIRST_PLAN: Final = PlanChoice(None, "plain: the links are not measured yet", UNMEASURED)
+METERED: Final = PlanChoice(None, "plain: a link is metered, so nothing is sent to measure the links", UNMEASURED)
 
 
 class SizeClass:
     """The sums of arrays of about one size. Read on any thread."""
 
     def __init__(self) -> None:
-        self.choice = FIRST
+        self.choice = FIRST_PLAN
         self.calls = 0
         """Since the choice."""
         self.timed: deque[float] = deque(maxlen=TIMED)
         """What the last timed calls took on this rank since the choice. All ranks have timed the same calls."""
-        self.measured = self.plain = UNKNOWN
+        self.measured = self.plain = UNMEASURED
         """What the fastest timed call took with the chosen plan, and with the plain one before: agreed seconds."""
         self.given_up: PlanChoice | None = None
         """A fitted plan that was slower than the plain one, until that has been timed again."""
-        self.fitted_measured = UNKNOWN
+        self.fitted_measured = UNMEASURED
         """What that plan took."""
         self.has_returned = False
         """Whether a plan that was given up has been taken again since the links were measured."""
-        self.plain_predicted = UNKNOWN
+        self.plain_predicted = UNMEASURED
         self.candidates: tuple[Candidate, ...] = ()
         self.network: Network | None = None
         """What the choice was made from."""
@@ -150,8 +150,8 @@ class Drift:
         if self._is_suspected:
             self._every = DRIFT_CALLS if has_changed else min(2 * self._every, MOST_DRIFT_CALLS)
         self._is_suspected = False
-        self._usual = UNKNOWN
-        self._calls, self._shortest = 0, UNKNOWN
+        self._usual = UNMEASURED
+        self._calls, self._shortest = 0, UNMEASURED
 
     def note(self, seconds: float) -> None:
         """Note what a call took on this rank."""
@@ -171,10 +171,10 @@ class Drift:
         figures = np.array([self._shortest], np.float64)
         attempt.all_reduce(figures, "min")
         now, before = float(figures[0]), self._usual
-        self._calls, self._shortest = 0, UNKNOWN
+        self._calls, self._shortest = 0, UNMEASURED
         if not (math.isfinite(now) and now > 0):
             return None
-        if before == UNKNOWN:
+        if before == UNMEASURED:
             self._usual = now
             return None
         if before <= CHANGE * now and now <= CHANGE * before:

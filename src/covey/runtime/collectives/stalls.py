@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.numbers import Rank
 from covey.runtime import loop as control
-from covey.runtime.collectives.call_log import TEXT_LIMIT, describe_header
+from covey.runtime.collectives.call_log import CALL_TEXT_LIMIT, describe_header
 from covey.runtime.fault import Fault
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class StallDiagnosis:
 
     def _mine(self, sequence: int) -> tuple[int, str]:
         call = self.call_log.at(sequence)
-        return (0, "") if call is None else (call.fingerprint, call.text[:TEXT_LIMIT])
+        return (0, "") if call is None else (call.fingerprint, call.text[:CALL_TEXT_LIMIT])
 
     def _compare(self, sequence: int, rounds: int) -> None:
         """Wait until all ranks have said what they called at `sequence`, for at most `rounds` rounds."""

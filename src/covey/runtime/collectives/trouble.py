@@ -32,7 +32,7 @@ logger = logging.getLogger("covey")
 
 ANNOUNCE_SECONDS: Final = 0.2
 """After a stall of this length a rank asks the others which operation they are in."""
-WAKE_SECONDS: Final = 1.0
+WAKE_RANKS_SECONDS: Final = 1.0
 """How long ranks whose links are idle have to answer: a link needs a handshake to wake."""
 
 
@@ -86,7 +86,7 @@ class OperationTrouble:
         elif now >= operation.warn_at and self._facts.is_sparse and not operation.are_all_asked:
             operation.are_all_asked = True
             stalls.announce(operation.sequence)
-            operation.warn_at = now + WAKE_SECONDS
+            operation.warn_at = now + WAKE_RANKS_SECONDS
         elif now >= operation.warn_at:
             operation.are_all_asked = False
             operation.warn_at = now + self._facts.config.warn_after
@@ -127,7 +127,7 @@ class OperationTrouble:
     def _ask_all(self) -> None:
         """Ask all ranks where they are, and give them time to answer."""
         self._stalls.announce(self._operation.sequence)
-        seconds = WAKE_SECONDS if self._facts.is_sparse else COMPARE_ROUND_SECONDS
+        seconds = WAKE_RANKS_SECONDS if self._facts.is_sparse else COMPARE_ROUND_SECONDS
         self._bell.await_news(seconds, lambda: self._failure.has_happened)
 
     # Lanes

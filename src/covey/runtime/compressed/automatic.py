@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from covey.compress.choice import CODEC_ERRORS, LEAST_SAVED_SHARE, SHARED, Speed, choose, codec_seconds
+from covey.runtime.collectives.planner import TIMED_PLAIN_CALLS
+from covey.runtime.collectives.size_class import UNMEASURED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,9 +36,7 @@ SAMPLE_RUNS: Final = 3
 """How often a codec is run to measure it; the fastest run counts, since nothing makes one faster than it is."""
 SAMPLE_ELEMENTS: Final = 1 << 16
 """The array on which the speed of a codec is measured: a quarter of a megabyte."""
-PLAIN_CALLS: Final = 2
-"""Calls of a class that are sent as they are, and timed. The first one may have to open connections."""
-REVIEWS: Final = (PLAIN_CALLS + 1, PLAIN_CALLS + 2, PLAIN_CALLS + 4, PLAIN_CALLS + 6)
+REVIEWS: Final = (TIMED_PLAIN_CALLS + 1, TIMED_PLAIN_CALLS + 2, TIMED_PLAIN_CALLS + 4, TIMED_PLAIN_CALLS + 6)
 """Calls of a class, counted from 1, before which ranks exchange figures: to choose, and to compare what came of it."""
 WORKING: Final = 0.5
 """If a codec works for more than this part of the time, little is left for the transfer. It may have been chosen only
@@ -45,7 +45,6 @@ REVIEW: Final = 128
 """After so many calls of a class all of this begins again: links change."""
 SELDOM: Final = 32
 """Where no codec helped, each review comes after twice as many calls as the one before, up to so many times REVIEW."""
-UNKNOWN: Final = np.inf
 LATENCY: Final = 1e-4
 """Seconds of a small transfer; arrays that are worth compressing take much longer, so a guess is enough."""
 
@@ -57,7 +56,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-FIRST: Final = Choice(None, "none: the time without a codec is measured first")
+FIRST_CHOICE: Final = Choice(None, "none: the time without a codec is measured first")
 
 
 class Size(NamedTuple):
@@ -70,11 +69,11 @@ class Size(NamedTuple):
 class CodecStanding(NamedTuple):
     """What the ranks hold of a class, in common."""
 
-    choice: Choice = FIRST
-    plain: float = UNKNOWN
+    choice: Choice = FIRST_CHOICE
+    plain: float = UNMEASURED
     """Seconds without a codec, when it was timed last."""
     tried: Codec | None = None
-    coded: float = UNKNOWN
+    coded: float = UNMEASURED
     """The codec that was tried, and its seconds."""
     is_confirmed: bool = False
     """Whether the time without a codec was measured again after that with one."""
@@ -87,7 +86,7 @@ class _Class:
         self.calls, self.period = 0, REVIEW
         """Calls since the last review, and how many there are between two."""
         self.standing = CodecStanding()
-        self.shortest = UNKNOWN
+        self.shortest = UNMEASURED
         """The shortest time on this rank since the ranks last exchanged figures."""
 
     def count(self, calls: int) -> None:
@@ -96,7 +95,7 @@ class _Class:
         if self.calls >= self.period:
             is_plain = self.standing.choice.codec is None
             self.period = min(2 * self.period, SELDOM * REVIEW) if is_plain else REVIEW
-            self.calls, self.standing, self.shortest = 0, CodecStanding(self.standing.choice), UNKNOWN
+            self.calls, self.standing, self.shortest = 0, CodecStanding(self.standing.choice), UNMEASURED
 
 
 class Tuner:
@@ -122,7 +121,7 @@ class Tuner:
         standing = known.standing
         if call in REVIEWS:
             standing = _reviewed(attempt, auto, size, standing, known.shortest)
-        choice = standing.choice if call > PLAIN_CALLS else FIRST
+        choice = standing.choice if call > TIMED_PLAIN_CALLS else FIRST_CHOICE
         began, planned = time.perf_counter(), attempt.planning_seconds
         perform(choice.codec)
         seconds = time.perf_counter() - began - (attempt.planning_seconds - planned)
@@ -130,9 +129,9 @@ class Tuner:
         def succeeded() -> None:
             has_lanes, self._attempt = attempt.number == self._attempt, attempt.number
             if call in REVIEWS:
-                known.shortest = UNKNOWN
+                known.shortest = UNMEASURED
             if has_lanes or call == 1:  # else it has opened connections, after a loss
-                known.shortest = seconds if call == PLAIN_CALLS else min(known.shortest, seconds)
+                known.shortest = seconds if call == TIMED_PLAIN_CALLS else min(known.shortest, seconds)
             known.standing = standing._replace(choice=choice)
             known.count(1)
 
@@ -170,7 +169,7 @@ def _reviewed(attempt: Attempt, auto: Auto, size: Size, before: CodecStanding, s
     figures = np.array([shortest, *(1 / speed for speed in speeds)], np.float64)
     figures[1:] *= -1  # the least of all is the slowest
     attempt.all_reduce(figures, "min")
-    if figures[0] == UNKNOWN:  # no call was timed: connections were opened, after a loss
+    if figures[0] == UNMEASURED:  # no call was timed: connections were opened, after a loss
         return before
     if not np.isfinite(figures).all() or not figures[0] > 0:  # every rank has these figures, and returns here
         return CodecStanding(Choice(None, "none: what a rank has measured is not a time"))

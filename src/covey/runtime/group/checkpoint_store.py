@@ -40,8 +40,8 @@ logger = logging.getLogger("covey")
 
 KEEP: Final = 3
 """How many checkpoints a machine keeps unless a program says otherwise."""
-STEP_LIMIT: Final = 10**18
-COPIES_LIMIT: Final = 16
+CHECKPOINT_STEP_LIMIT: Final = 10**18
+CHECKPOINT_COPIES_LIMIT: Final = 16
 
 
 class StoringEngine(Protocol):
@@ -125,7 +125,7 @@ class CheckpointStore:
                         issuer,
                         path,
                         snapshot,
-                        step=step if isinstance(step, int) and 0 <= step < STEP_LIMIT else 0,
+                        step=step if isinstance(step, int) and 0 <= step < CHECKPOINT_STEP_LIMIT else 0,
                         keep=keep if isinstance(keep, int) and keep > 0 else 0,
                         copies=copies if isinstance(copies, int) and copies >= 0 else 0,
                         live=live,
@@ -182,9 +182,9 @@ class CheckpointStore:
                 failure = error
 
         def target(array: SavedArray, box: Box) -> Array:
-            from covey.proto.shards.safetensors import DTYPES
+            from covey.proto.shards.safetensors import FORMAT_DTYPES
 
-            return memory[array.name] if wanted is not None else np.empty(box.shape, DTYPES[array.dtype])
+            return memory[array.name] if wanted is not None else np.empty(box.shape, FORMAT_DTYPES[array.dtype])
 
         with self._loader(folder, step, wanted, failure, target, deadline, progress) as loader:
             loaded = loader.run()
@@ -237,7 +237,7 @@ class CheckpointStore:
         number = self._next()
         if self._last is not None:
             self._last.wait_until_done(max(0.0, deadline - time.monotonic()))
-        if failure is None and step is not None and not (isinstance(step, int) and 0 <= step < STEP_LIMIT):
+        if failure is None and step is not None and not (isinstance(step, int) and 0 <= step < CHECKPOINT_STEP_LIMIT):
             failure, step = ConfigError(f"step={step!r} must be a number from 0 on"), None
         with self._apart(number) as issuer:
             yield ShardLoader(
@@ -276,12 +276,12 @@ class CheckpointStore:
         from covey.runtime.shards import tree as trees
 
         try:
-            if not 0 <= whole_number("step", step) < STEP_LIMIT:
+            if not 0 <= whole_number("step", step) < CHECKPOINT_STEP_LIMIT:
                 raise ConfigError(f"step={step} must be from 0 on")
             if whole_number("keep", keep) < 1:
                 raise ConfigError(f"keep={keep} must be at least 1")
-            if not 0 <= whole_number("copies", copies) <= COPIES_LIMIT:
-                raise ConfigError(f"copies={copies} must be 0 to {COPIES_LIMIT}")
+            if not 0 <= whole_number("copies", copies) <= CHECKPOINT_COPIES_LIMIT:
+                raise ConfigError(f"copies={copies} must be 0 to {CHECKPOINT_COPIES_LIMIT}")
             structure, leaves = trees.take_apart(state)
             arrays = []
             for leaf in leaves:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from covey.runtime.state.checkpoints import Checkpoints
     from covey.runtime.views.generation import Generation
 
-REQUEST_SECONDS: Final = 30.0
+CHECKPOINT_CHOICE_SECONDS: Final = 30.0
 """How long the ranks may take to agree which checkpoint a request is for."""
 
 
@@ -53,7 +53,7 @@ class CheckpointRequests:
             engine.failure.require_open()  # raises the error that ended the group, if there is one
             raise
 
-    def request_checkpoint(self, path: str = "", *, id: str = "", timeout: float = REQUEST_SECONDS) -> str:
+    def request_checkpoint(self, path: str = "", *, id: str = "", timeout: float = CHECKPOINT_CHOICE_SECONDS) -> str:
         """Ask all ranks to save a checkpoint, and return its id. On any rank and any thread.
 
         `path` is passed to the program of each rank as it is. A request with the `id` of an earlier checkpoint, one of

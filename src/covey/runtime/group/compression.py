@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-OPS = ("sum", "mean")
+COMPRESSED_OPS = ("sum", "mean")
 
 
 def all_reduce(
@@ -293,7 +293,7 @@ def all_gather(
 
 def check_op(op: str, codec: Compression) -> None:
     """Raise ConfigError unless what `codec` loses makes sense for `op`."""
-    if op not in OPS:
+    if op not in COMPRESSED_OPS:
         raise ConfigError(f"compress={str(codec)!r} goes with op='sum' and 'mean', not op={op!r}; leave compress out")
 
 
@@ -316,7 +316,11 @@ def codec_of(compress: CompressValue, operand: Operand, name: str = "") -> Compr
 
 def codec_for_gradient(policy: Policy, name: str, operand: Operand, op: str) -> Compression | None:
     """Return the codec of one gradient of several: None for one that the policy, or its codec, does not compress."""
-    return _worthwhile(policy.codec_for(name, operand.flat.nbytes, operand.flat.dtype), operand) if op in OPS else None
+    return (
+        _worthwhile(policy.codec_for(name, operand.flat.nbytes, operand.flat.dtype), operand)
+        if op in COMPRESSED_OPS
+        else None
+    )
 
 
 def codec_for_part(policy: Policy, part: Part, nbytes: int, dtype: np.dtype[Any]) -> Compression | None:

@@ -17,7 +17,7 @@ ROWS_SHOWN: Final = 64
 """Ranks, or machines, in one table."""
 PAIRS_SHOWN: Final = 12
 """Up to so many ranks the speed of every pair is shown."""
-_KINDS: Final = {"active": "good", "suspected": "warn", "leaving": "busy", "left": "off"}
+_STATE_MARKS: Final = {"active": "good", "suspected": "warn", "leaving": "busy", "left": "off"}
 
 
 def group_html(engine: DescribedEngine, *, is_over: bool) -> str:
@@ -37,7 +37,7 @@ def group_html(engine: DescribedEngine, *, is_over: bool) -> str:
             (
                 f"{member.rank}{' (this one)' if member.rank == roster.rank else ''}",
                 names.get(member.rank, member.host),
-                Mark(f"{state.state}: {state.why}" if state.why else state.state, _KINDS.get(state.state, "bad")),
+                Mark(f"{state.state}: {state.why}" if state.why else state.state, _STATE_MARKS.get(state.state, "bad")),
                 "" if link is None else link.lane,
                 trip,
                 str(member.cores or ""),

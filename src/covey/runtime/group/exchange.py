@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import numpy as np
-
-from covey.base.arithmetic import dtype_code
+from covey.base.arithmetic import BYTE_CODE
 from covey.base.errors import DeadlineError, MismatchError, PeerLostError
+from covey.proto.matching import RESERVED_TAGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
     from covey.runtime.group.issuer import Issuer
     from covey.runtime.work import Work
     from covey.wire.manifest import Bytes
-
-RESERVED_TAGS: Final = 1 << 62
-"""The first tag of exchanges. `Group` refuses tags this large, so that no user's message has one. The next 30 bits are
-the number of the exchange, the last 32 the number of the message in it."""
-_BYTE: Final = dtype_code(np.dtype(np.uint8))
 
 
 def _contents(received: Received) -> Bytes | None:
@@ -64,7 +58,7 @@ class Exchange:
             peer,
             number,
             lambda: self._messenger.start_send(
-                contents.data, peer, tag, _BYTE, contents.shape, is_object=False, deadline=self._deadline
+                contents.data, peer, tag, BYTE_CODE, contents.shape, is_object=False, deadline=self._deadline
             ),
         )
 
@@ -77,7 +71,7 @@ class Exchange:
         other messages wait for it.
         """
         tag, memory = self._tag | number, None if out is None else out.data
-        expect = None if out is None else (_BYTE, out.shape)
+        expect = None if out is None else (BYTE_CODE, out.shape)
         self._start(
             peer, number, lambda: self._messenger.start_receive(peer, tag, memory, expect, self._deadline, then)
         )

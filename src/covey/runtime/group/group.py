@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 PartT = TypeVar("PartT")
 
-LEAVE_SECONDS: Final = 5.0
+RANK_LEAVE_SECONDS: Final = 5.0
 """How long the other ranks may take to agree that a rank leaves."""
 
 
@@ -397,7 +397,7 @@ class Group:
         text = f"rank {self.rank} revoked group {self.name!r}"
         self._engine.failure.declare(Fault("ClosedError", text, (self._engine.rank,)))
 
-    def leave(self, *, timeout: float = LEAVE_SECONDS) -> None:
+    def leave(self, *, timeout: float = RANK_LEAVE_SECONDS) -> None:
         """Leave the run: the other ranks agree to continue without this one, then the group is closed here."""
         generation = self._engine.generation
         if generation is not None:

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_NDIM: Final = 64
+MAX_ARRAY_NDIM: Final = 64
 """The most dimensions of a numpy array."""
-META_WORDS: Final = 2 + MAX_NDIM
+META_WORDS: Final = 2 + MAX_ARRAY_NDIM
 """dtype, number of dimensions, and their lengths."""
 RECORD_WORDS: Final = SMALL_BYTES // 8
 """The words of a record: the description, then the contents if there is room."""
-INLINE_BYTES: Final = 8 * (RECORD_WORDS - META_WORDS)
+RECORD_INLINE_BYTES: Final = 8 * (RECORD_WORDS - META_WORDS)
 """The largest array that travels in its record."""
 PHYSICAL_BYTES: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-_NOTHING: Final = np.empty(0, np.uint8)
+_NO_BYTES: Final = np.empty(0, np.uint8)
 
 
 class Wanted(NamedTuple):
@@ -86,7 +86,7 @@ def gather(attempt: Attempt, operand: Operand, root: Slot, *, wanted: Wanted = A
     records = _records(attempt, {attempt.slot: operand})
     attempt.execute(choose.gather(attempt.slot, root, (RECORD_WORDS,) * attempt.size), list(records))
     arrays = None
-    rests = [_NOTHING] * attempt.size
+    rests = [_NO_BYTES] * attempt.size
     if attempt.slot == root:
         arrays = [_unpacked(attempt, slot, record, wanted) for slot, record in zip(attempt.slots, records, strict=True)]
         arrays[root][...] = operand.flat.reshape(operand.shape)
@@ -105,7 +105,7 @@ def scatter(attempt: Attempt, operands: list[Operand] | None, root: Slot, *, wan
     records = _records(attempt, dict(enumerate(operands or ())))
     attempt.execute(choose.scatter(me, root, (RECORD_WORDS,) * attempt.size), list(records))
     mine = _unpacked(attempt, root, records[me], wanted)
-    rests = [_NOTHING] * attempt.size
+    rests = [_NO_BYTES] * attempt.size
     if operands is not None:
         rests = [_rest(operand.flat) for operand in operands]
         mine[...] = operands[me].flat.reshape(operands[me].shape)
@@ -167,7 +167,7 @@ def _records(attempt: Attempt, operands: dict[int, Operand]) -> np.ndarray[Any, 
     for slot, (flat, shape, code, _) in operands.items():
         record = records[slot]
         record[: 2 + len(shape)] = code, len(shape), *shape
-        if flat.nbytes <= INLINE_BYTES:
+        if flat.nbytes <= RECORD_INLINE_BYTES:
             _inline(record, flat.nbytes)[...] = flat.view(np.uint8)
     return records
 
@@ -179,7 +179,7 @@ def _inline(record: np.ndarray[Any, np.dtype[np.uint64]], nbytes: int) -> Array:
 
 def _take_inline(array: Array, record: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
     """Fill an array that travelled in its record."""
-    if array.nbytes <= INLINE_BYTES:
+    if array.nbytes <= RECORD_INLINE_BYTES:
         _bytes(array)[...] = _inline(record, array.nbytes)
 
 
@@ -192,7 +192,7 @@ def _unpacked(attempt: Attempt, slot: Slot, record: np.ndarray[Any, np.dtype[np.
 
 def _rest(array: Array) -> Array:
     """Return what of an array travels after its record: all of it, or nothing."""
-    return _NOTHING if array.nbytes <= INLINE_BYTES else _bytes(array)
+    return _NO_BYTES if array.nbytes <= RECORD_INLINE_BYTES else _bytes(array)
 
 
 def _execute_rest(attempt: Attempt, plan: Plan, rests: list[Array]) -> None:
@@ -206,7 +206,7 @@ def _execute_rest(attempt: Attempt, plan: Plan, rests: list[Array]) -> None:
 def _room(attempt: Attempt, slot: Slot, record: np.ndarray[Any, np.dtype[np.uint64]], wanted: Wanted) -> Array:
     """Return memory for the array that a record describes; end the group if the description is invalid."""
     code, ndim = int(record[0]), int(record[1])
-    if code >= len(DTYPES) or ndim > MAX_NDIM or record[2 + ndim : META_WORDS].any():
+    if code >= len(DTYPES) or ndim > MAX_ARRAY_NDIM or record[2 + ndim : META_WORDS].any():
         attempt.reject(slot, f"an invalid description of an array: dtype {code}, {ndim} dimensions")
     shape = tuple(record[2 : 2 + ndim].tolist())
     if wanted.code not in (None, code) or wanted.ndim not in (None, ndim) or wanted.shape not in (None, shape):

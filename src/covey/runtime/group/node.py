@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, 
 from covey.base.errors import ConfigError
 from covey.runtime import checks
 from covey.runtime.calls.handlers import Caller, current_caller
-from covey.runtime.events import KINDS, check_kinds, follow
+from covey.runtime.events import EVENT_KINDS, check_kinds, follow
 from covey.runtime.group import members as known_members
 from covey.runtime.group.store import RunStore
 from covey.wire.call_values import ANY_VALUE
@@ -140,13 +140,13 @@ class Node:
         """Return the state of each member by rank, as this node knows it: since when, and why."""
         return known_members.health(self._engine)
 
-    def on_event(self, listener: Callable[[Event], None], kinds: Collection[str] = KINDS) -> None:
+    def on_event(self, listener: Callable[[Event], None], kinds: Collection[str] = EVENT_KINDS) -> None:
         """Call `listener(event)` for every event of these kinds from now on, on a thread of covey's."""
         check_kinds(kinds)
         if self._engine.roster.node is not None:
             self._engine.roster.node.events.listen(listener, frozenset(kinds))
 
-    async def events(self, kinds: Collection[str] = KINDS) -> AsyncIterator[Event]:
+    async def events(self, kinds: Collection[str] = EVENT_KINDS) -> AsyncIterator[Event]:
         """Yield the last events of these kinds, and then new ones as they come, until the run is over here.
 
         A reader that falls behind by more than a thousand events misses the oldest ones.

@@ -21,7 +21,7 @@ import numpy as np
 from covey.base.arithmetic import DTYPES
 from covey.base.config import check_timeout
 from covey.base.errors import ConfigError, CoveyError, MismatchError, PeerLostError, RemoteProtocolError
-from covey.base.text import printable
+from covey.base.text import TEXT_LIMIT, printable
 from covey.net.host import folders
 from covey.proto.restore import StateChoice, differing, elect, listed, objection
 from covey.runtime.buffers import readable
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 ON_DRIFT: Final = ("repair", "raise")
 NONCE_BYTES: Final = 16
-TEXT_LIMIT: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)

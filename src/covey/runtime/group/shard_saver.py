@@ -29,7 +29,7 @@ from covey.base.errors import (
     PeerLostError,
     RemoteProtocolError,
 )
-from covey.base.text import printable
+from covey.base.text import TEXT_LIMIT, printable
 from covey.net.host.descriptors import explain
 from covey.net.host.locks import try_lock
 from covey.net.host.run_notes import note_checkpoint
@@ -43,7 +43,7 @@ from covey.runtime.shards.folder import checkpoint_name, digest_of, open_folder
 from covey.runtime.shards.tree import first_difference
 from covey.wire import objects
 from covey.wire.shards import (
-    CHUNK_BYTES,
+    SHARD_CHUNK_BYTES,
     FolderReport,
     SavedCheckpoint,
     SavedPiece,
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 
 TERMS_BYTES = 64 << 20
 """The longest message in which a rank tells what it has."""
-TEXT_LIMIT = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +376,7 @@ class ShardSaver:
     @staticmethod
     def _copying(nbytes: int, writer: ShardWriter, digests: list[bytes]) -> ChunksIn:
         """Return what writes the chunks of another rank's shard, which may come in any order, in theirs."""
-        sizes = [min(CHUNK_BYTES, nbytes - start) for start in range(0, nbytes, CHUNK_BYTES)]
+        sizes = [min(SHARD_CHUNK_BYTES, nbytes - start) for start in range(0, nbytes, SHARD_CHUNK_BYTES)]
         waiting: dict[int, bytes] = {}
 
         def take(number: int, chunk: Bytes) -> None:
@@ -440,7 +439,7 @@ class _ShardSource:
     ) -> None:
         """`boxes` say which part of a sharded array its content is."""
         self._layout = layout
-        self.chunks = -(-layout.nbytes // CHUNK_BYTES)
+        self.chunks = -(-layout.nbytes // SHARD_CHUNK_BYTES)
         parts: list[tuple[int, Callable[[], Bytes]]] = [(0, lambda: np.frombuffer(layout.header, np.uint8))]
         for piece, start in zip(pieces, layout.starts, strict=True):
             box = boxes.get(piece.array)
@@ -450,7 +449,7 @@ class _ShardSource:
 
     def chunk(self, number: int) -> Bytes:
         """Return one chunk."""
-        start, end = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, self._layout.nbytes)
+        start, end = number * SHARD_CHUNK_BYTES, min((number + 1) * SHARD_CHUNK_BYTES, self._layout.nbytes)
         out, at = np.empty(end - start, np.uint8), self._first(start)
         while at < len(self._parts) and self._parts[at][0] < end:
             begin, content = self._parts[at]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from covey.base.arithmetic import DTYPES, dtype_code
+from covey.base.arithmetic import BYTE_CODE, DTYPES
 from covey.base.errors import CoveyError, DeadlineError, MismatchError, RemoteProtocolError
 from covey.proto.restore import WINDOW_CHUNKS, Fetch, Orders, StateChoice, differing, listed
 from covey.runtime.buffers import as_array, readable
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from covey.runtime.buffers import Operand
     from covey.runtime.group.exchange import Exchange
     from covey.wire.manifest import Bytes, Chunk, Manifest, Tagger
-
-
-_BYTE: Final = dtype_code(np.dtype(np.uint8))
 
 
 class StateMemory:
@@ -64,7 +61,7 @@ class StateMemory:
                     code, shape, contents = operand.code, operand.shape, operand.load().view(np.uint8)
                 else:
                     contents = np.frombuffer(objects.encode(value), np.uint8)
-                    code, shape = _BYTE, contents.shape
+                    code, shape = BYTE_CODE, contents.shape
             except TypeError as error:
                 raise TypeError(f"{name!r}: {error}") from error
             self._contents[name] = contents

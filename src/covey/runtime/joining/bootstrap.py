@@ -30,13 +30,13 @@ from covey.runtime.work import off_loop
 if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.runtime.calls.functions import FunctionRegistry
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
     from covey.runtime.own_output import OwnOutput
     from covey.runtime.peers.endpoint import Endpoint
 
 FOUND_SECONDS: Final = 30.0
 """How long the control loop may take to begin a generation."""
-LEAVE_SECONDS: Final = 2.0
+NODE_LEAVE_SECONDS: Final = 2.0
 """How long the other members may take to agree that this node leaves, when its group is closed."""
 
 
@@ -238,9 +238,9 @@ def _join_late(launched: LaunchedRank, target: JoinTarget, endpoint: Endpoint) -
     """Return the group of the next generation of a running run, once it has a seat for this process."""
     from covey.runtime import loop as control
     from covey.runtime.joining.newcomer import Newcomer
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
 
-    async def wait_for_a_seat() -> Node:
+    async def wait_for_a_seat() -> NodeParts:
         newcomer = Newcomer(launched, target.config, endpoint)
         try:
             return await newcomer.become_a_node(YEAR_SECONDS if target.is_elastic else target.wait)
@@ -248,7 +248,7 @@ def _join_late(launched: LaunchedRank, target: JoinTarget, endpoint: Endpoint) -
             await newcomer.close()
             raise
 
-    node = control.make(wait_for_a_seat(), discard=Node.close, otherwise=endpoint.leave)
+    node = control.make(wait_for_a_seat(), discard=NodeParts.close, otherwise=endpoint.leave)
     try:
         control.start(node.views.await_keeper()).result()
     except BaseException:
@@ -276,12 +276,14 @@ def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: Cluster
     return launched_endpoint.in_cluster(launched, config, cluster)
 
 
-def local_rank_of(node: Node) -> int:
+def local_rank_of(node: NodeParts) -> int:
     """Return the number of this node among the run's nodes on its host."""
     return sum(peer.seat < node.seat for peer in node.peers.here)
 
 
-def group_of(node: Node, local_rank: int, *, is_fresh: bool = True, functions: FunctionRegistry | None = None) -> Group:
+def group_of(
+    node: NodeParts, local_rank: int, *, is_fresh: bool = True, functions: FunctionRegistry | None = None
+) -> Group:
     """Return the group of all ranks of a node's generation; closing it closes the node.
 
     `functions` are those that other nodes may call from now on, if the process was in the run before.
@@ -303,7 +305,7 @@ def group_of(node: Node, local_rank: int, *, is_fresh: bool = True, functions: F
         # when all have left, the machines of a cluster know that the run is over.
         is_agreed = node.config.on_loss == "continue" or node.generation_table.is_durable
         if is_agreed and node.generation is generation and generation is not None:
-            generation.leave(LEAVE_SECONDS, is_finished=is_finished and not node.views.wishes.rival)
+            generation.leave(NODE_LEAVE_SECONDS, is_finished=is_finished and not node.views.wishes.rival)
 
     def on_close() -> CoveyError | None:
         errors = [member.close() for member in node.groups]  # groups that were split off end with the run

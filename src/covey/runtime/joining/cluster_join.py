@@ -15,7 +15,7 @@ from covey.runtime.collectives.engine import Engine
 from covey.runtime.group.group import Group
 from covey.runtime.joining.bootstrap import group_of, local_rank_of
 from covey.runtime.joining.joiner import Joiner
-from covey.runtime.joining.node import Node
+from covey.runtime.joining.node import NodeParts
 from covey.runtime.joining.torch_env import export_torch_env
 from covey.runtime.lanes.opener import check_demanded
 from covey.runtime.peers.endpoint import cluster_endpoint
@@ -74,7 +74,7 @@ def join_run(target: JoinTarget) -> Group:
         release=__version__,
     )
 
-    async def become_a_node() -> Node:
+    async def become_a_node() -> NodeParts:
         joiner = Joiner(
             cluster,
             config,
@@ -89,7 +89,7 @@ def join_run(target: JoinTarget) -> Group:
         floor = 1 if target.is_elastic else wanted.floor
         return await _seat(joiner, config, wanted.timeout, floor=floor)
 
-    node = control.make(become_a_node(), discard=Node.close, otherwise=endpoint.leave)
+    node = control.make(become_a_node(), discard=NodeParts.close, otherwise=endpoint.leave)
     return _ready(group_of(node, local_rank=local_rank_of(node), functions=target.functions))
 
 
@@ -104,7 +104,7 @@ def _ready(group: Group) -> Group:
     return group
 
 
-async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: int) -> Node:
+async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: int) -> NodeParts:
     """Return this process's node, once the joiner has a seat in the run."""
     endpoint = joiner.endpoint
     try:
@@ -116,7 +116,7 @@ async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: in
             seat = next(member.seat for member in formed.members if messages.key_of(member.card) == own)
         else:
             seat = Seat(next(rank for rank, member in enumerate(formed.view) if member.id == joiner.card.id))
-        node = Node(
+        node = NodeParts(
             seat=seat,
             size=1 + len(peers),
             run=joiner.run,

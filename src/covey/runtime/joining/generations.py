@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from covey.runtime.group.group import Group
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
     from covey.runtime.views.generation import Generation
 
-WAIT_SECONDS: Final = 300.0
+MEMBERS_WAIT_SECONDS: Final = 300.0
 """How long a generation with too few members waits for more, by default."""
 ROUND_SECONDS: Final = 0.2
 """How long it waits for newcomers before its members exchange again what they know."""
-SURPLUS_SECONDS: Final = 30.0
+GENERATION_SURPLUS_SECONDS: Final = 30.0
 """How much longer than patience the members may take to agree on the next generation."""
 MOST_SEATS: Final = 1 << 30
 """More than any run gives out; every number that a member adds to it still fits into a message."""
@@ -186,9 +186,9 @@ class _Generations:
             return self._join(again=True)  # the generation is full: wait as a spare
         return _begin(group, node, founded)
 
-    def _agree(self, group: Group, node: Node) -> messages.Founded | None:
+    def _agree(self, group: Group, node: NodeParts) -> messages.Founded | None:
         """Return the next generation, as all its members compute it; None if this process leaves."""
-        until = time.monotonic() + self._request.asked.get("timeout", WAIT_SECONDS)
+        until = time.monotonic() + self._request.asked.get("timeout", MEMBERS_WAIT_SECONDS)
         while True:
             mine = {
                 "lobby": messages.encode(tuple(each.card for each in node.newcomers)),
@@ -268,7 +268,7 @@ def _checked(value: Any) -> _Proposal | None:
 
 
 def _founded(
-    group: Group, node: Node, staying: list[Rank], proposals: dict[Rank, _Proposal], most: int
+    group: Group, node: NodeParts, staying: list[Rank], proposals: dict[Rank, _Proposal], most: int
 ) -> messages.Founded:
     """Return the next generation, computed from the proposals: the same on every member.
 
@@ -319,7 +319,7 @@ def _decide(generation: Generation, founded: messages.Founded) -> messages.Found
     """
     keys = member_keys(founded)
     asked = Successor(founded.generation, founded.lineage, tuple(keys), founded.tie_breaker)
-    agreed = generation.end_with(asked, generation.patience + SURPLUS_SECONDS)
+    agreed = generation.end_with(asked, generation.patience + GENERATION_SURPLUS_SECONDS)
     if agreed is None:
         return None
     by_key = dict(zip(keys, founded.members, strict=True))
@@ -343,7 +343,7 @@ def _outlived(group: Group, rival: str) -> SplitRunError:
     return SplitRunError(f"{text}. Start again to be in the older one", saved=saved)
 
 
-def _await_newcomer(node: Node) -> None:
+def _await_newcomer(node: NodeParts) -> None:
     """Wait until a newcomer comes, for `ROUND_SECONDS` at most."""
     until = time.monotonic() + ROUND_SECONDS
     known = {each.card.life for each in node.newcomers}
@@ -351,7 +351,7 @@ def _await_newcomer(node: Node) -> None:
         time.sleep(0.01)
 
 
-def _begin(group: Group, node: Node, founded: messages.Founded) -> Group:
+def _begin(group: Group, node: NodeParts, founded: messages.Founded) -> Group:
     """Begin a generation that the members of `group` have agreed on, and return its group."""
 
     async def found() -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 WRONG_SECRET_SECONDS: Final = 4.0
 """If all seeds close connections at the door's challenge for this long, the secret is wrong."""
-CHECK_SECONDS: Final = 0.2
+OUTCOME_CHECK_SECONDS: Final = 0.2
 """How often `form` checks for outcomes that no future reports."""
 
 
@@ -128,7 +128,7 @@ class Joiner(MeshListener):
         until = time.monotonic() + within
         while True:
             left = until - time.monotonic()
-            await asyncio.wait((self._formed, self._founded), timeout=max(0.0, min(CHECK_SECONDS, left)),
+            await asyncio.wait((self._formed, self._founded), timeout=max(0.0, min(OUTCOME_CHECK_SECONDS, left)),
                                return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
             if self._is_decided:
                 formed = self._formed.result() if self._formed.done() else self._founded.result()

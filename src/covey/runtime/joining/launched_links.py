@@ -16,10 +16,11 @@ from covey.base.numbers import Seat
 from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.runtime.backoff import Backoff
-from covey.runtime.joining.node import Node
+from covey.runtime.joining.node import NodeParts
 from covey.runtime.joining.run_links import RunLinks
+from covey.runtime.joining.situation import FIRST_REMINDER_SECONDS, REMINDER_SECONDS
 from covey.runtime.links.address_race import keep_dialling
-from covey.runtime.links.handshake import SILENCE, HungUpError, RefusedError
+from covey.runtime.links.handshake import NO_ANSWER, HungUpError, RefusedError
 from covey.runtime.peers.launcher_mesh import LauncherMesh
 from covey.runtime.peers.listener import MeshListener
 from covey.runtime.peers.remote_process import PeerEvent
@@ -46,8 +47,6 @@ HANG_UP_SECONDS: Final = 1.0
 """And for how long: while all ranks dial rank 0 at once, it hangs up on some."""
 DIAL_PAUSES: Final = Growing(0.005, 0.1, 1.5)
 """Between dials of a rank at the start of the run."""
-FIRST_REMINDER_SECONDS: Final = 5.0
-REMINDER_SECONDS: Final = 30.0
 
 
 class LaunchedLinks(RunLinks, MeshListener):
@@ -58,7 +57,7 @@ class LaunchedLinks(RunLinks, MeshListener):
     def __init__(self, launched: LaunchedRank) -> None:
         self._keeper_path = launched.keeper
 
-    def serve(self, mesh: LauncherMesh, node: Node) -> None:
+    def serve(self, mesh: LauncherMesh, node: NodeParts) -> None:
         """Hand the links of a run to its parts from now on. On any thread."""
         self.mesh = mesh
         self.serve_parts(
@@ -299,7 +298,7 @@ class Assembly:
             if self._hung_up(peer.seat):
                 self.complain(AuthError(reason))
         except (ConnectError, TimeoutError) as error:
-            reason = str(error) or SILENCE
+            reason = str(error) or NO_ANSWER
             self._hang_ups.pop(peer.seat, None)  # not there yet
         except RefusedError as error:
             reason = printable(str(error))
@@ -347,10 +346,10 @@ def launched_links(
     peers: Mapping[Seat, RemoteProcess],
     *,
     seat: Seat,
-) -> tuple[Node, LaunchedLinks]:
+) -> tuple[NodeParts, LaunchedLinks]:
     """Return the node of a rank of a launcher beside its peers, and the links that connect it with its mesh."""
     links, endpoint = LaunchedLinks(launched), mesh.endpoint
-    node = Node(
+    node = NodeParts(
         seat=seat,
         size=1 + len(peers),
         run=launched.name,
@@ -371,7 +370,7 @@ def launched_links(
 
 def launched_node(
     launched: LaunchedRank, config: GroupConfig, endpoint: Endpoint, peers: Mapping[Seat, RemoteProcess]
-) -> tuple[Node, LaunchedLinks]:
+) -> tuple[NodeParts, LaunchedLinks]:
     """Return the node of a rank whose run begins, and its links, which form the run."""
     mesh = LauncherMesh(launched, config, endpoint)
     return launched_links(launched, config, mesh, peers, seat=Seat(launched.rank))

@@ -22,6 +22,7 @@ from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.runtime.backoff import Backoff
 from covey.runtime.joining.launched_links import launched_links
+from covey.runtime.joining.situation import FIRST_REMINDER_SECONDS, REMINDER_SECONDS
 from covey.runtime.links.handshake import RefusedError
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.peers.launcher_mesh import LauncherMesh
@@ -35,15 +36,13 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
     from covey.runtime.environment import LaunchedRank
-    from covey.runtime.joining.node import Node
+    from covey.runtime.joining.node import NodeParts
     from covey.runtime.peers.endpoint import Endpoint
 
 logger = logging.getLogger("covey")
 
-PAUSES: Final = Growing(0.02, 0.5, 1.5)
+RANK_PAUSES: Final = Growing(0.02, 0.5, 1.5)
 """Between dials of a rank that does not answer."""
-FIRST_REMINDER_SECONDS: Final = 5.0
-REMINDER_SECONDS: Final = 30.0
 FIRST_SECONDS: Final = 60.0
 """How long the first member may take to answer."""
 OVER_SECONDS: Final = 3.0
@@ -58,7 +57,7 @@ class Newcomer(MeshListener):
         self._mesh = LauncherMesh(launched, config, endpoint, self)
         self._founded: asyncio.Future[messages.Founded] = asyncio.get_running_loop().create_future()
 
-    async def become_a_node(self, within: float) -> Node:
+    async def become_a_node(self, within: float) -> NodeParts:
         """Return the node of the first generation that has a seat for this process.
 
         Raises:
@@ -94,7 +93,7 @@ class Newcomer(MeshListener):
 
     async def _keep_dialling(self, path: str, rank: int) -> None:
         """Stay linked with the process that has this rank, until cancelled."""
-        tries = Backoff(f"a link with rank {rank}", PAUSES, level=logging.DEBUG)  # `_log_waiting` tells
+        tries = Backoff(f"a link with rank {rank}", RANK_PAUSES, level=logging.DEBUG)  # `_log_waiting` tells
         while True:
             try:
                 remote = await self._mesh.meet(path, rank)
@@ -173,7 +172,7 @@ class Newcomer(MeshListener):
             logger.warning("waiting for a seat in %s (%.0f s); %d members know of this process",
                            self._launched.name, waited, self._members)  # fmt: skip
 
-    def _become_node(self, founded: messages.Founded) -> Node:
+    def _become_node(self, founded: messages.Founded) -> NodeParts:
         mine = messages.key_of(self._endpoint.card)
         me = next(member for member in founded.members if messages.key_of(member.card) == mine)
         peers = {member.seat: self._seated(member, me.seat) for member in founded.members if member.seat != me.seat}

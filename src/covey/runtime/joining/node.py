@@ -61,7 +61,7 @@ class Closeable(Protocol):
     async def close(self) -> None: ...
 
 
-class Node:
+class NodeParts:
     """The parts of this process in a run of `size` ranks."""
 
     def __init__(
@@ -295,7 +295,7 @@ class Node:
         self.groups.forked()
 
 
-_nodes: weakref.WeakSet[Node] = weakref.WeakSet()
+_nodes: weakref.WeakSet[NodeParts] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
@@ -307,8 +307,8 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def node_of(group: Group) -> Node | None:
+def node_of(group: Group) -> NodeParts | None:
     """Return the parts of the run that a group is of; None for a group of one, and in a process that was forked."""
     node = engine_of(group).node
-    assert node is None or isinstance(node, Node)
+    assert node is None or isinstance(node, NodeParts)
     return node

@@ -18,7 +18,7 @@ from covey.runtime.environment import (
     launcher_wait,
     restarts,
 )
-from covey.runtime.placement import NAMES as PLACING
+from covey.runtime.placement import PLACING_NAMES as PLACING
 from covey.runtime.placement import find_placed_rank
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ class JoinRequest:
         config = group_config(env, **of_group, **from_argument(self.asked.get("settings", {})))
         if config.compress:
             _policy_text(config.compress)  # raises for a codec that does not exist
-        asked = {name: value for name, value in self.asked.items() if name in _OF_RUN}
-        launched = find_placed_rank({name: self.asked.get(name) for name in (*_OF_RUN, *PLACING)})
+        asked = {name: value for name, value in self.asked.items() if name in _RUN_ARGUMENTS}
+        launched = find_placed_rank({name: self.asked.get(name) for name in (*_RUN_ARGUMENTS, *PLACING)})
         wanted = find_run(env, asked) if launched is None else None
         worker = env.get("COVEY_WORKER", "") if launched is None and wanted is None else ""
         if launched is None and wanted is None and not worker:
@@ -182,7 +182,7 @@ class JoinRequest:
         )
 
 
-_OF_RUN = ("run", "size", "min_size", "max_size", "timeout", "tie_breaker", "new")
+_RUN_ARGUMENTS = ("run", "size", "min_size", "max_size", "timeout", "tie_breaker", "new")
 
 
 def _policy_text(compress: CompressValue) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
-    from covey.runtime.peers.mesh import Mesh
+    from covey.runtime.peers.mesh import LinkMesh
     from covey.runtime.peers.peer_table import Inbox, PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.state.checkpoints import Checkpoints
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class RunLinks(LinkListener):
     """Hands the links of a mesh to the parts of a run. A process without a seat in it concerns none of them."""
 
-    mesh: Mesh
+    mesh: LinkMesh
     is_serving = False
 
     def serve_parts(

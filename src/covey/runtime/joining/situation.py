@@ -22,12 +22,15 @@ FIRST_LOG_SECONDS: Final = 3.0
 """After this much waiting, the log says what is waited for."""
 NEXT_LOG_SECONDS: Final = 5.0
 """How soon the log says that something has changed: strangers can change it all the time."""
+FIRST_REMINDER_SECONDS: Final = 5.0
+"""How long a join may wait before a line says what for..."""
 REMINDER_SECONDS: Final = 30.0
+"""... and how long until the next line."""
 REFUSED_LIMIT: Final = 8
 """Refused nodes that are listed with a reason."""
 FOREIGN_SHOWN: Final = 4
 """Addresses of nodes with another secret that are listed."""
-TEXT_LIMIT: Final = 4000
+SITUATION_LIMIT: Final = 4000
 """Characters of the whole text."""
 
 
@@ -46,7 +49,7 @@ class Situation:
             refused.append(strangers)
         if foreign := self._about_foreign():
             refused.append(foreign)
-        return printable(f"{waiting}; problems: {'; '.join(refused)}" if refused else waiting, TEXT_LIMIT)
+        return printable(f"{waiting}; problems: {'; '.join(refused)}" if refused else waiting, SITUATION_LIMIT)
 
     def _parts(self) -> tuple[str, list[str]]:
         """Return what is waited for with the nodes that are here, and a sorted text for each node that is not."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from covey.runtime.peers.endpoint import Endpoint
     from covey.runtime.peers.remote_process import RemoteProcess
 
-CHECKPOINT_SECONDS: Final = 30.0
+CHECKPOINT_ANSWER_SECONDS: Final = 30.0
 """How long a process may take to answer a request for a checkpoint."""
 
 
@@ -148,4 +148,4 @@ class ClusterKeeper(MeshListener):
 async def _request(remote: RemoteProcess) -> None:
     """Request a checkpoint, and take the answer, which must not be taken for that to a later question."""
     with contextlib.suppress(TimeoutError):
-        await remote.ask(messages.RequestCheckpoint("", ""), CHECKPOINT_SECONDS)
+        await remote.ask(messages.RequestCheckpoint("", ""), CHECKPOINT_ANSWER_SECONDS)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.runtime.metrics.flight import path_for, store
-from covey.runtime.metrics.inspection import OPERATIONS
+from covey.runtime.metrics.inspection import OPERATIONS_PAGE
 from covey.wire import messages
-from covey.wire.reports import GROUPS_LIMIT, Flight, decode_flight, joined
+from covey.wire.reports import REPORTED_GROUPS_LIMIT, Flight, decode_flight, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,8 @@ OPERATIONS_SECONDS: Final = 5.0
 def collect(ask: Ask) -> list[Flight]:
     """Return the last operations of all ranks that answer; `ask` asks all of them, and returns answers by rank."""
     pages: dict[int, list[Flight]] = {}
-    for page in range(GROUPS_LIMIT):
-        answers = ask(messages.Inspect(OPERATIONS, page), OPERATIONS_SECONDS)
+    for page in range(REPORTED_GROUPS_LIMIT):
+        answers = ask(messages.Inspect(OPERATIONS_PAGE, page), OPERATIONS_SECONDS)
         told = {rank: answer for rank, answer in answers.items() if answer is not None and page < answer.pages}
         if not told:
             break

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from covey.runtime.keeper.warm_start import Template
     from covey.runtime.processes import Child
 
-TOKEN_BYTES: Final = 32
+LAUNCH_TOKEN_BYTES: Final = 32
 
-FAILURE_GRACE: Final = 1.0
+RANK_FAILURE_GRACE: Final = 1.0
 """Seconds before SIGTERM in which the other ranks may notice a failure by themselves and report it."""
 TERM_GRACE: Final = 3.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -225,7 +225,7 @@ class LocalRun(HostRun):
         `env://` means torch's own store.
         """
         super().__init__(size)
-        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.token = secrets.token_bytes(LAUNCH_TOKEN_BYTES)
         self._torch_env = torch_env
         self._torch_port = reserve_port()
         self._own_folder = RunFolder()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.runtime import by_value, tracebacks
-from covey.runtime.keeper.keeper import FAILURE_GRACE, LocalRun
+from covey.runtime.keeper.keeper import RANK_FAILURE_GRACE, LocalRun
 from covey.runtime.keeper.reports import CallReport, most_telling, report_of
 from covey.runtime.processes import describe_end, die_with
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 EXIT_GRACE: Final = 10.0
 """Seconds that a rank has to end after its result."""
-LENGTH: Final = struct.Struct("<Q")
+REPORT_LENGTH: Final = struct.Struct("<Q")
 ResultT = TypeVar("ResultT")
 
 
@@ -159,10 +159,10 @@ class _Child:
             if not piece:
                 return True
             self._heard += piece
-            if len(self._heard) >= LENGTH.size:
-                (length,) = LENGTH.unpack_from(self._heard)
-                if len(self._heard) == LENGTH.size + length:
-                    self.report = pickle.loads(memoryview(self._heard)[LENGTH.size :])
+            if len(self._heard) >= REPORT_LENGTH.size:
+                (length,) = REPORT_LENGTH.unpack_from(self._heard)
+                if len(self._heard) == REPORT_LENGTH.size + length:
+                    self.report = pickle.loads(memoryview(self._heard)[REPORT_LENGTH.size :])
         return over or self.report is not None
 
     def failure(self) -> BaseException | None:
@@ -170,7 +170,7 @@ class _Child:
         return self._death() if self.report is None else self.report.failure(self.rank, self.size)
 
     def _death(self) -> RankFailedError:
-        self.process.join(FAILURE_GRACE)  # its pipe closes a little before it ends
+        self.process.join(RANK_FAILURE_GRACE)  # its pipe closes a little before it ends
         code = self.process.exitcode
         if code is not None and code < 0:
             how = describe_end(code)
@@ -239,7 +239,7 @@ def _collect(
                     continue
             if error := child.failure():
                 failures.append(error)
-                grace = time.monotonic() + FAILURE_GRACE
+                grace = time.monotonic() + RANK_FAILURE_GRACE
                 deadline = grace if deadline is None else min(deadline, grace)
     return failures, lost
 
@@ -254,7 +254,7 @@ def _serve(
     report = _call(launched, on_loss, call, _dumps(is_by_value))
     body = pickle.dumps(report)
     with contextlib.suppress(BrokenPipeError), open(writer.fileno(), "wb", closefd=False) as pipe:
-        pipe.write(LENGTH.pack(len(body)) + body)
+        pipe.write(REPORT_LENGTH.pack(len(body)) + body)
 
 
 def _keep_lines_whole() -> None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SILENCE: Final = 0.2
+PROMPT_SECONDS: Final = 0.2
 """Seconds without output after which an unfinished line is shown: it may be a prompt or a progress bar."""
 LINE_LIMIT_BYTES: Final = 64 * 1024
 """The most of an unfinished line that is held back."""
 
-COLOURS: Final = (36, 33, 32, 35, 34, 31)
+PREFIX_COLOURS: Final = (36, 33, 32, 35, 34, 31)
 REDRAWS: Final = re.compile(rb"\r(?!\n|\Z)")
 
 
@@ -76,12 +76,12 @@ class OutputStream:
         self._is_unfinished = False
         """Whether the last line that was shown had no end."""
         self._label = label or functools.partial(str, number)
-        self._form = f"\x1b[{COLOURS[number % len(COLOURS)]}m[%s]\x1b[0m " if coloured else "[%s] "
+        self._form = f"\x1b[{PREFIX_COLOURS[number % len(PREFIX_COLOURS)]}m[%s]\x1b[0m " if coloured else "[%s] "
 
     def feed(self, data: bytes, *, now: float) -> bytes:
         """Take output of the rank, and return what to write now."""
         text = self._held.take(data)
-        self.show_at = now + SILENCE if self._held else None
+        self.show_at = now + PROMPT_SECONDS if self._held else None
         return self._compose(text)
 
     def flush(self) -> bytes:

@@ -22,7 +22,7 @@ from covey.runtime.clocks import waking_clock
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-LOOK_EVERY: Final = 2.0
+PRESENCE_EVERY: Final = 2.0
 """How often the machine is looked at: whether it has power, is idle, and has slept."""
 STOOD_STILL: Final = 5.0
 """A wait that is so much too long, in seconds, means that this process was stopped, or the virtual machine paused."""
@@ -123,7 +123,7 @@ class MachinePresence:
         self.slept = self._clock.slept()
         self._hear()
         if (now := self._machine.monotonic()) >= self.next_look:
-            self.next_look = now + LOOK_EVERY
+            self.next_look = now + PRESENCE_EVERY
             if self._login is None and self._had_login:
                 self._connect()
             self._ask()

@@ -15,7 +15,7 @@ from typing import Final
 
 from covey.base.errors import ConfigError
 
-FILES_LIMIT: Final = 4096
+RANK_LOGS_LIMIT: Final = 4096
 """Labels come from other machines; beyond this many, all others go into one file."""
 _RANK: Final = re.compile(r"(?:(.+) )?(\d{1,6})")
 
@@ -45,7 +45,7 @@ class RankLogs:
         That is a sentence if the files cannot be written for a new reason, and else empty.
         """
         name = file_name(label)
-        if name not in self._names and len(self._names) >= FILES_LIMIT:
+        if name not in self._names and len(self._names) >= RANK_LOGS_LIMIT:
             name = "others.log"
         self._names.add(name)
         missing, why = self._missing.get(name, (0, ""))

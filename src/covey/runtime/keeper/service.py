@@ -15,10 +15,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from covey.base.config import PORTS
 from covey.base.errors import ConfigError, CoveyError
+from covey.base.settings import NODE_PORTS
 from covey.net.host.descriptors import explain, track
-from covey.net.host.folders import ADVICE
+from covey.net.host.folders import FOLDER_ADVICE
 
 if TYPE_CHECKING:
     from covey.base.config import GroupConfig
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 THREAD_SECONDS: Final = 10.0
 """How long the thread of a service may take to close what it opened."""
 CATCH_UP_SECONDS: Final = 0.5
-BACKLOG: Final = 256
+KEEPER_BACKLOG: Final = 256
 
 
 def keeper_path(folder: str) -> str:
@@ -67,12 +67,12 @@ class KeeperService:
         listener = track(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             listener.bind(self.path)
-            listener.listen(BACKLOG)
+            listener.listen(KEEPER_BACKLOG)
             listener.setblocking(False)
             waking, ringing = socket.socketpair()
         except OSError as error:
             listener.close()
-            raise ConfigError(f"cannot listen at {self.path}: {explain(error)}; {ADVICE}") from error
+            raise ConfigError(f"cannot listen at {self.path}: {explain(error)}; {FOLDER_ADVICE}") from error
         self._bell = track(waking), track(ringing)
         self._thread = threading.Thread(target=self._serve, args=(listener, waking), name="covey-keeper", daemon=True)
         self._thread.start()
@@ -273,7 +273,12 @@ class ClusterKeeperService:
                 return
             try:
                 endpoint = cluster_endpoint(
-                    self._cluster, self._config, run="", ports=PORTS[::-1], identity=self._identity, has_lanes=False
+                    self._cluster,
+                    self._config,
+                    run="",
+                    ports=NODE_PORTS[::-1],
+                    identity=self._identity,
+                    has_lanes=False,
                 )
                 undo.callback(endpoint.leave)
                 self._cluster_keeper = control.run(open_one(endpoint), control.LOOP_SECONDS)

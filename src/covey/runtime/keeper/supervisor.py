@@ -20,7 +20,7 @@ from covey.base.text import duration
 from covey.net.host.run_notes import KEPT_FOLDER, last_reported
 from covey.net.host.saved_runs import STOPPED_BY, Absence
 from covey.runtime.clocks import waking_clock
-from covey.runtime.keeper.keeper import FAILURE_GRACE, RESTARTS, TERM_GRACE
+from covey.runtime.keeper.keeper import RANK_FAILURE_GRACE, RESTARTS, TERM_GRACE
 from covey.runtime.keeper.output import Cursor, OutputStream
 from covey.runtime.keeper.output_descriptor import OutputDescriptor, fill_standard_descriptors, is_same_file
 from covey.runtime.keeper.presence import ABOUT_TO_SLEEP, CONDITIONS, STOOD_STILL
@@ -417,7 +417,7 @@ class _Supervisor:
         elif self._told is not None:
             self._code = self._code or 128 + self._told
         elif self._code is None:
-            self._failed.append((rank, code, time.monotonic() + FAILURE_GRACE))
+            self._failed.append((rank, code, time.monotonic() + RANK_FAILURE_GRACE))
 
     def _settle(self) -> None:
         """Restart failed ranks or stop the others, once it is known whether the run survives the failures."""

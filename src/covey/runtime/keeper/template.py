@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CHANNEL_VARIABLE = "COVEY_TEMPLATE_FD"
 """Holds the descriptor of the socket to the keeper."""
 REQUEST_LIMIT = 1 << 16
-STREAMS = 3
+STANDARD_STREAMS = 3
 """A request carries standard input, output and error, then the descriptor of a secret."""
 PRELOADED = (
     "numpy",
@@ -77,12 +77,12 @@ def _preload(channel: socket.socket) -> bool:
     before = _open_descriptors()
     for name in PRELOADED:
         importlib.import_module(name)
-    from covey.base.lane_kinds import KINDS
+    from covey.base.lane_kinds import LANE_KINDS
     from covey.base.native import native
     from covey.runtime.lanes.opener import opener_class
     from covey.runtime.processes import libc
 
-    for kind in KINDS.values():
+    for kind in LANE_KINDS.values():
         opener_class(kind)
     native()
     libc()
@@ -122,7 +122,7 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 if os.getppid() == keeper:
                     os.kill(keeper, signal.SIGCHLD)  # as its parent would get it
                 continue
-            body, descriptors, _, _ = socket.recv_fds(channel, REQUEST_LIMIT, STREAMS + 1)
+            body, descriptors, _, _ = socket.recv_fds(channel, REQUEST_LIMIT, STANDARD_STREAMS + 1)
             if not body:
                 os._exit(0)  # the keeper has closed the socket
             with warnings.catch_warnings():
@@ -154,12 +154,12 @@ def _redirect(request: dict[str, Any], descriptors: list[int]) -> None:
     import contextlib
 
     os.environ.update(request["variables"])
-    kept = set(range(STREAMS))
+    kept = set(range(STANDARD_STREAMS))
     if request["secret"]:
-        kept.add(secret := descriptors[STREAMS])
+        kept.add(secret := descriptors[STANDARD_STREAMS])
         os.set_inheritable(secret, True)
         os.environ[request["secret"]] = str(secret)
-    for target, received in enumerate(descriptors[:STREAMS]):
+    for target, received in enumerate(descriptors[:STANDARD_STREAMS]):
         os.dup2(received, target)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SETTING: Final = "COVEY_WARM_START"
 """1: always where it is possible; 0: never; not set: with more ranks than cores."""
-READY_SECONDS: Final = 10.0
+TEMPLATE_READY_SECONDS: Final = 10.0
 """How long the template may take to import what ranks need from a slow disk."""
 FORK_SECONDS: Final = 10.0
 ANSWER_LIMIT: Final = 4096
@@ -96,7 +96,7 @@ class Template:
             theirs.close()
             os.close(said)
         try:
-            self._receive(READY_SECONDS)
+            self._receive(TEMPLATE_READY_SECONDS)
             if select.select([heard], [], [], 0)[0]:
                 raise TemplateLostError("importing covey printed something, which every rank should print")
         except BaseException:

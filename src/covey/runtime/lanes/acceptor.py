@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, ConnectError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.base.pace import Growing
 from covey.base.settings import STREAMS_LIMIT
 from covey.net.host import descriptors
 from covey.runtime.backoff import Backoff
-from covey.runtime.lanes.dialler import LANE_BYTES, ONE_STREAM, OTHER_END_DIALS, SECRET_BYTES
+from covey.runtime.lanes.dialler import LANE_BYTES, LANE_SECRET_BYTES, ONE_STREAM, OTHER_END_DIALS
 from covey.runtime.lanes.table import PURPOSES, REPLACEMENT, lane_key
 from covey.runtime.links.handshake import receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
@@ -93,9 +93,9 @@ class LaneAcceptor:
             return OTHER_END_DIALS
         if offer.purpose not in PURPOSES:
             return f"there are no lanes for {offer.purpose!r}"
-        if (len(offer.lane), len(offer.secret)) != (LANE_BYTES, SECRET_BYTES) or offer.lane in self._expected:
+        if (len(offer.lane), len(offer.secret)) != (LANE_BYTES, LANE_SECRET_BYTES) or offer.lane in self._expected:
             return "the lane's id or key is not usable"
-        kind = KINDS.get(offer.kind)
+        kind = LANE_KINDS.get(offer.kind)
         if not 1 <= offer.streams <= STREAMS_LIMIT or (offer.streams > 1 and not (kind and kind.is_sealed)):
             return f"{offer.streams} streams of kind {offer.kind!r} do not make a lane"
         if offer.streams > self._rules.most_streams:

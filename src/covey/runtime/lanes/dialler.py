@@ -14,7 +14,7 @@ import secrets
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ConnectError, CoveyError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.base.pace import Growing
 from covey.base.settings import STREAMS_LIMIT
 from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError
@@ -22,7 +22,7 @@ from covey.runtime.backoff import Backoff
 from covey.runtime.lanes.kinds import UNAVAILABLE
 from covey.runtime.lanes.opener import Prepared
 from covey.runtime.lanes.table import PURPOSES, LaneKey, lane_key
-from covey.runtime.links.handshake import SILENCE, RefusedError, receive_exactly
+from covey.runtime.links.handshake import NO_ANSWER, RefusedError, receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.wire import door, messages
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 LANE_BYTES: Final = 16
-SECRET_BYTES: Final = 32
+LANE_SECRET_BYTES: Final = 32
 DIALS_AT_ONCE: Final = 256
 STREAMS_AT_ONCE: Final = 8
 """Connections of one lane that are opened at the same time: each takes several round trips, and a door has room for few
 that have not proved the key yet."""
 MEASURE_SECONDS: Final = 1.0
 """How long opening a lane waits for the best address to be measured."""
-PAUSES: Final = Growing(0.02, 0.5, 1.5)
+CONNECT_PAUSES: Final = Growing(0.02, 0.5, 1.5)
 """Between attempts to connect: the backlog is full, descriptors are short, the network is down."""
 OTHER_END_DIALS: Final = "the other end opens the lanes of this pair"
 """The refusal of an offer while the two ends do not agree yet which of them dials. The offer is made again."""
@@ -143,10 +143,14 @@ class LaneDialler:
         try:
             kind = self._rules.offered_kind(seat, key.purpose)
             if kind.instead and kind.has_rings and not self._has_rings(key):
-                kind = KINDS[kind.instead]
-            tries = Backoff(f"a lane to {name}", PAUSES)  # ends with the peer, the group, or the operation's deadline
+                kind = LANE_KINDS[kind.instead]
+            tries = Backoff(
+                f"a lane to {name}", CONNECT_PAUSES
+            )  # ends with the peer, the group, or the operation's deadline
             most = STREAMS_LIMIT
-            shortage = Backoff(f"a free descriptor for a lane to {name}", PAUSES, within=FREE_DESCRIPTOR_SECONDS)
+            shortage = Backoff(
+                f"a free descriptor for a lane to {name}", CONNECT_PAUSES, within=FREE_DESCRIPTOR_SECONDS
+            )
             while True:
                 if not peer.is_dialled:  # the peer dialled a link that replaced this one
                     self.open(key)
@@ -165,13 +169,13 @@ class LaneDialler:
                             raise
                     else:
                         shortage.worked()
-                    tries.failed(str(error) or SILENCE)
+                    tries.failed(str(error) or NO_ANSWER)
                     await tries.rest()
                 except RefusedError as error:
                     if str(error) == ONE_STREAM and most > 1 and key not in self._shapes:
                         most = 1
                     elif str(error) == UNAVAILABLE and kind.instead and not self._rules.is_demanded(kind.name):
-                        kind = KINDS[kind.instead]
+                        kind = LANE_KINDS[kind.instead]
                     else:
                         raise
         except ScarceError as error:
@@ -197,7 +201,7 @@ class LaneDialler:
                 raise
             name = self._peers.name_of(peer.seat)
             logger.warning("no %s lane to %s (%s); using %s", kind.name, name, error, kind.instead)
-            return KINDS[kind.instead], Prepared()
+            return LANE_KINDS[kind.instead], Prepared()
 
     async def _connect(self, peer: RemoteProcess, key: LaneKey, kind: LaneKind, attempt: int, most: int) -> Any:
         """Open a lane with `most` connections at most, unless it is a replacement of another shape."""
@@ -209,7 +213,7 @@ class LaneDialler:
         streams = len(shape.ways) or shape.streams or min(most, self._rules.stream_count(peer.seat, kind, purpose))
         offer = messages.Offer(
             secrets.token_bytes(LANE_BYTES),
-            secrets.token_bytes(SECRET_BYTES),
+            secrets.token_bytes(LANE_SECRET_BYTES),
             key.group,
             purpose,
             kind.name,

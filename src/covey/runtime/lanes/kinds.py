@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
-from covey.base.lane_kinds import KINDS, LaneReach
+from covey.base.lane_kinds import LANE_KINDS, LaneReach
 from covey.net.host.machine import usable_cores
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ class LaneRules:
         """
         here = self._peers.is_here(peer)
         in_clear = here or self._is_clear
-        kind = KINDS.get(self._config.lanes)
+        kind = LANE_KINDS.get(self._config.lanes)
         if kind is None:
             reach = LaneReach.HOST if here else LaneReach.NETWORK
-            may_be = (each for each in KINDS.values() if each.is_automatic and each.reach is reach)
+            may_be = (each for each in LANE_KINDS.values() if each.is_automatic and each.reach is reach)
             return next(each for each in may_be if each.is_known_on(sys.platform) and (in_clear or each.is_sealed))
         name = self._peers.name_of(peer)
         if kind.reach is LaneReach.HOST and not here:
@@ -87,11 +87,11 @@ class LaneRules:
         kind = self.kind_to(peer)
         opener = self._openers[kind.name]
         if not opener.carries(purpose):
-            return KINDS[kind.instead]
+            return LANE_KINDS[kind.instead]
         if obstacle := opener.obstacle():
             if self.is_demanded(kind.name):
                 raise ConfigError(f"lanes={kind.name!r}: {obstacle}; use {kind.instead} or auto")
-            return KINDS[kind.instead]
+            return LANE_KINDS[kind.instead]
         return kind
 
     def objection(self, peer: Seat, offered: str, purpose: str) -> str:

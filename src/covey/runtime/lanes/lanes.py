@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConnectError, DeadlineError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.net.host.descriptors import FREE_DESCRIPTOR_SECONDS, ScarceError
 from covey.net.lanes.factory import LaneFactory
 from covey.runtime import loop as control
@@ -67,12 +67,12 @@ class Lanes:
         self._acceptor, self._peers, self._tasks, self._groups = acceptor, peers, tasks, groups
         credentials, limit = routes.credentials, config.limit
         is_clear = credentials.tls is None
-        demanded = KINDS.get(config.lanes)
+        demanded = LANE_KINDS.get(config.lanes)
         may_seal = not is_clear or (demanded is not None and demanded.is_sealed)
         self.factory: LaneFactory = LaneFactory(may_seal=may_seal, kernel_copy=config.kernel_copy)
         """Makes the lanes, for the compiled executor or for the one in Python."""
         end = OwnEnd(self.factory, contact, credentials, acceptor)
-        self.openers = openers = {kind.name: opener_class(kind)(kind, end) for kind in KINDS.values()}
+        self.openers = openers = {kind.name: opener_class(kind)(kind, end) for kind in LANE_KINDS.values()}
         """By kind of lane."""
         self._rules = LaneRules(config, peers, openers, self.factory, is_clear=is_clear)
         connections = LaneConnections(routes, openers, limit, peers, tasks, groups.urgency)

@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 
 if TYPE_CHECKING:
     import socket
@@ -150,5 +150,5 @@ def opener_class(kind: LaneKind) -> type[LaneOpener]:
 
 def check_demanded(config: GroupConfig) -> None:
     """Raise ConfigError if the settings demand a kind of lanes, and this process can have no such lane."""
-    if (kind := KINDS.get(config.lanes)) is not None:
+    if (kind := LANE_KINDS.get(config.lanes)) is not None:
         opener_class(kind).check(config)

@@ -6,7 +6,7 @@ dials opens another connection for a stream that has broken, or gets nothing thr
 (`StreamNews`). A striped lane needs one only if all its streams are dead. The connection proves the key of the lane, as
 its first ones did, and then
 
-    dialler  -> acceptor  lane, stream | RESUME, HMAC(secret, "dial", lane, stream, number), number
+    dialler  -> acceptor  lane, stream | RESUME_BIT, HMAC(secret, "dial", lane, stream, number), number
     acceptor -> dialler   its position, HMAC(secret, "accept", lane, stream, number, its position)
     dialler  -> acceptor  its position, HMAC(secret, "go", lane, stream, number, its position)
 
@@ -35,7 +35,7 @@ from socket import AF_UNIX, SO_LINGER, SOL_SOCKET
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, ConnectError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.base.pace import Growing
 from covey.net.lanes.stream import dead_streams
 from covey.runtime.links.sockets import RelayedSocket, receive_exactly, relay_of
@@ -59,17 +59,17 @@ TEND_SECONDS: Final = 0.1
 """How often the streams are looked at, and how often an end tells what it has received if the kernel does not."""
 TRY_SECONDS: Final = 3.0
 """How long one try may take: a relay needs several round trips."""
-PAUSES: Final = Growing(0.05, 0.5, 1.5)
+RESUMPTION_PAUSES: Final = Growing(0.05, 0.5, 1.5)
 """Between tries."""
 RESUMPTION_ASK_EVERY: Final = 0.5
 """How often the end that does not dial asks for a connection."""
 HEARD_SECONDS: Final = 1.0
 """A link is heard if something came so recently: twice the time after which a quiet peer is pinged."""
-STEADY_SECONDS: Final = 3.0
+STEADY_LINK_SECONDS: Final = 3.0
 """A link that was heard for so long without a gap had a path while nothing got through on a lane."""
 PUSH_SECONDS: Final = 0.01
 """How often a stream that was resumed is given more of what is to be sent again."""
-RESUME: Final = 0x80
+RESUME_BIT: Final = 0x80
 """Set in the number of a stream: the connection is for one that exists."""
 NUMBER_BYTES: Final = 8
 
@@ -125,7 +125,7 @@ class LaneResumption:
     def is_wanted(self, peer: Seat, kind: str) -> bool:
         """Tell whether lanes for collectives of this kind with a peer are resumable. Equal at both ends."""
         is_far = self._peers[peer].contact is not None and not self._peers.is_here(peer)
-        return is_far and KINDS[kind].is_resumable and self._config.on_loss == "raise"
+        return is_far and LANE_KINDS[kind].is_resumable and self._config.on_loss == "raise"
 
     def watch(self, lane: Any, peer: Seat, offer: messages.Offer, udp_port: int) -> None:
         """Look after a lane until it is closed; the peer accepts QUIC at `udp_port`, if this end has dialled it."""
@@ -185,7 +185,7 @@ class LaneResumption:
         good.
         """
         link, now = self._peers[seat].link, time.monotonic()
-        if link is not None and now < link.heard_at + HEARD_SECONDS and now > link.steady_since + STEADY_SECONDS:
+        if link is not None and now < link.heard_at + HEARD_SECONDS and now > link.steady_since + STEADY_LINK_SECONDS:
             self._avoid_path(seat)
 
     def _own_port(self, watched: _LastingLane) -> int:
@@ -243,7 +243,7 @@ class LaneResumption:
                 self._tell(watched, stream, "check", 0)
             tries += 1
             # Both ends may dial, and then one of them has to be the first.
-            await asyncio.sleep(PAUSES.after(tries) * random.uniform(0.5, 1.0))
+            await asyncio.sleep(RESUMPTION_PAUSES.after(tries) * random.uniform(0.5, 1.0))
             state.number += 2**tries  # the other end may have tried more often
 
     def _is_needed(self, watched: _LastingLane, stream: int, *, is_asked: bool) -> bool:
@@ -261,7 +261,7 @@ class LaneResumption:
         state.number += 1
         number = state.number
         watched.lane.freeze(stream)
-        claim = watched.id + bytes((stream | RESUME,)) + self._proof(watched, b"dial", stream, number, 0)
+        claim = watched.id + bytes((stream | RESUME_BIT,)) + self._proof(watched, b"dial", stream, number, 0)
         try:
             await loop.sock_sendall(sock, claim + number.to_bytes(NUMBER_BYTES, "big"))
             theirs = await self._position(watched, b"accept", stream, number, sock)
@@ -276,14 +276,14 @@ class LaneResumption:
 
     def is_claimed(self, stream: int) -> bool:
         """Tell whether a connection that names this stream is for one that exists."""
-        return bool(stream & RESUME)
+        return bool(stream & RESUME_BIT)
 
     async def claim(self, sock: socket.socket, lane: bytes, stream: int, proof: bytes) -> None:
         """Take a connection for a stream that exists; it must prove the lane's key, and be newer than others.
 
         Raises OSError, TimeoutError or a CoveyError if the claim fails; the caller then closes the socket.
         """
-        watched, stream = self._lanes.get(lane), stream & ~RESUME
+        watched, stream = self._lanes.get(lane), stream & ~RESUME_BIT
         number = int.from_bytes(await receive_exactly(sock, NUMBER_BYTES), "big")
         if watched is None or watched.lane.is_closed or stream >= len(watched.streams):
             raise ConnectError("a connection claimed a stream that does not exist")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SMALL_RING_BYTES: Final = 128 << 10
 WORD_BYTES: Final = 32
 """What the accepting end reads out of the memory and says, so that the dialling end knows that both see the same."""
-NAME_BYTES: Final = 32
+MEMORY_NAME_BYTES: Final = 32
 """The name under which one thread offers memory to another."""
 
 
@@ -140,7 +140,7 @@ class ThreadRings(_Rings):
         await asyncio.get_running_loop().sock_sendall(sock, memory.name.encode())
 
     async def _take_over(self, sock: socket.socket, nbytes: int) -> Any:
-        segment = shm.take((await receive_exactly(sock, NAME_BYTES)).decode("ascii", "replace"))
+        segment = shm.take((await receive_exactly(sock, MEMORY_NAME_BYTES)).decode("ascii", "replace"))
         if segment is None or len(segment) != nbytes:
             raise ConnectError("the peer is not a thread of this process")
         return segment

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ClosedError, ConnectError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.runtime.lanes.epochs import Epochs
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class LaneTable:
                 if future is None or replaced is not None:
                     future = self._lanes[key] = Future()
                 future.set_result(lane)
-        if is_wanted and key.purpose == "collectives" and KINDS[lane.kind].is_of_network:
+        if is_wanted and key.purpose == "collectives" and LANE_KINDS[lane.kind].is_of_network:
             self._tell("lane", self._peers[key.peer], lane.kind)
         if not is_wanted:
             lane.close()

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-STRANGERS_AT_ONCE: Final = 32
+NODE_STRANGERS_AT_ONCE: Final = 32
 """Connections that may be at the door at the same time; a member needs one round trip there. One too many closes the
 oldest connection of the source that has most of them, among sources that no member has or that take more than half of
 this number."""
 GUESTS_AT_ONCE: Final = 256
 """Connections that have passed the door and are shaking hands: all of them have proved the key."""
-STRANGER_SECONDS: Final = 3.0
+NODE_STRANGER_SECONDS: Final = 3.0
 TOLD_SECONDS: Final = 30.0
 """Shortest time between two log lines about refused connections, and between two about those without the key."""
-ACCEPTS_AT_ONCE: Final = 16
+NODE_ACCEPTS_AT_ONCE: Final = 16
 """Connections accepted before the loop turns to other events."""
 PROBE_LIMIT: Final = 32 << 20
 """Bytes that a probe may send to measure throughput."""
@@ -114,7 +114,7 @@ class Acceptor:
             asyncio.get_running_loop().add_reader(listener, self._take_connections, listener)
 
     def _take_connections(self, listener: socket.socket) -> None:
-        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen, self.shortage):
+        for sock in accepted(listener, NODE_ACCEPTS_AT_ONCE, self._listen, self.shortage):
             ip = remote_ip(sock)
             is_member = ip in self.member_ips  # members may come back
             arrival = self._arrive(sock, ip, is_member=is_member)
@@ -138,8 +138,8 @@ class Acceptor:
 
     def _admit(self, sock: socket.socket, arrival: Arrival) -> None:
         self._strangers[sock] = self._tasks.spawn(self._at_the_door(sock, arrival))
-        if len(self._strangers) > STRANGERS_AT_ONCE:
-            self._close_one(self._strangers, f"more than {STRANGERS_AT_ONCE} were at the door")
+        if len(self._strangers) > NODE_STRANGERS_AT_ONCE:
+            self._close_one(self._strangers, f"more than {NODE_STRANGERS_AT_ONCE} were at the door")
 
     def _arrive(self, sock: socket.socket, ip: str, *, is_member: bool) -> Arrival | None:
         """Count a connection; None if its source has made too many. The kernel names the user of a unix socket."""
@@ -165,7 +165,7 @@ class Acceptor:
     async def _at_the_door(self, sock: socket.socket, arrival: Arrival) -> None:
         ip = remote_ip(sock)
         try:
-            async with asyncio.timeout(STRANGER_SECONDS):
+            async with asyncio.timeout(NODE_STRANGER_SECONDS):
                 said, purpose = await self._hear(sock)
         except (OSError, TimeoutError, CoveyError) as error:
             sock.close()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from covey.base.errors import AuthError, ConnectError
 from covey.net.host.descriptors import ScarceError
-from covey.runtime.links.handshake import SILENCE, HungUpError, RefusedError, connect, dial
+from covey.runtime.links.handshake import NO_ANSWER, HungUpError, RefusedError, connect, dial
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.links.sockets import RelayedWay
 
@@ -25,7 +25,7 @@ HEAD_START: Final = 0.15
 """Seconds between the dial of an address and the dial of the next, worse one."""
 RELAY_HEAD_START: Final = 0.6
 """Seconds for which the addresses of a node are tried before a relay; none, once all of them have failed."""
-ATTEMPT_SECONDS: Final = 1.5
+DIAL_ATTEMPT_SECONDS: Final = 1.5
 """How long one attempt to dial a lost process may take: a new dial repeats a lost first packet sooner than TCP does."""
 RELAY_SECONDS: Final = 2.5
 """How much longer an attempt may take that tries relays after the addresses: a relay needs more round trips."""
@@ -52,7 +52,7 @@ async def keep_dialling(
             done, attempts = await asyncio.wait(attempts, timeout=NEXT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             problems = [each.result() for each in done]
             if is_wanted():
-                tries.failed(problems[0] if problems else SILENCE)
+                tries.failed(problems[0] if problems else NO_ANSWER)
                 await tries.rest()
     finally:
         for each in attempts:
@@ -61,7 +61,7 @@ async def keep_dialling(
 
 def attempt_seconds(*, is_relayed: bool) -> float:
     """Return how long one attempt to dial a lost process may take, with relays or without."""
-    return ATTEMPT_SECONDS + (RELAY_SECONDS if is_relayed else 0.0)
+    return DIAL_ATTEMPT_SECONDS + (RELAY_SECONDS if is_relayed else 0.0)
 
 
 async def dial_any(

@@ -29,7 +29,7 @@ from covey.runtime.links.sockets import no_delay as no_delay
 from covey.runtime.links.sockets import receive_exactly as receive_exactly
 from covey.runtime.links.sockets import spell as spell
 from covey.wire import door, messages
-from covey.wire.decoding import HANDSHAKE_LIMIT, LENGTH, frame, frame_length
+from covey.wire.decoding import FRAME_LENGTH, HANDSHAKE_LIMIT, frame, frame_length
 from covey.wire.versions import OURS, objection
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     Judge = Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal]
 
-SILENCE: Final = "no answer in time"
+NO_ANSWER: Final = "no answer in time"
 """The problem of an address that sends nothing back, not even a refusal."""
 
 
@@ -165,7 +165,7 @@ async def connect(
             sock.close()
         if isinstance(error, OSError) and not isinstance(error, ConnectError):  # TimeoutError, too
             kind = ScarceError if is_exhausted(error) else ConnectError
-            raise kind(f"{spell(where)}: {getattr(sock, 'problem', '') or explain(error) or SILENCE}") from error
+            raise kind(f"{spell(where)}: {getattr(sock, 'problem', '') or explain(error) or NO_ANSWER}") from error
         raise
 
 
@@ -252,7 +252,7 @@ async def _dial(
         elif link is not None:
             link.abort()
         if isinstance(error, OSError) and not isinstance(error, ConnectError):
-            raise ConnectError(f"{spell(where)}: {explain(error) or SILENCE}") from error
+            raise ConnectError(f"{spell(where)}: {explain(error) or NO_ANSWER}") from error
         raise
 
 
@@ -398,5 +398,5 @@ async def _receive_hello(sock: socket.socket, bound: bytes) -> bytes:
 
 
 async def _receive_frame(sock: socket.socket) -> bytes:
-    length = frame_length(await receive_exactly(sock, LENGTH.size), HANDSHAKE_LIMIT)
+    length = frame_length(await receive_exactly(sock, FRAME_LENGTH.size), HANDSHAKE_LIMIT)
     return await receive_exactly(sock, length)

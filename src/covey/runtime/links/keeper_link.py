@@ -11,7 +11,7 @@ from covey.base.errors import AuthError, ConnectError, CoveyError
 from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.runtime.backoff import Backoff
-from covey.runtime.links.handshake import SILENCE, RefusedError, dial
+from covey.runtime.links.handshake import NO_ANSWER, RefusedError, dial
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-PAUSES: Final = Growing(0.01, 1.0, 1.5)
+KEEPER_PAUSES: Final = Growing(0.01, 1.0, 1.5)
 """Between attempts to reach a keeper that does not answer."""
 
 
@@ -54,13 +54,13 @@ class KeeperLink:
 
     async def keep(self) -> None:
         """Link, and link again when the link ends, until cancelled."""
-        tries = Backoff("the keeper of this run (covey run)", PAUSES)
+        tries = Backoff("the keeper of this run (covey run)", KEEPER_PAUSES)
         while True:
             try:
                 with tries.telling():
                     link, _, _ = await dial(self._path, self._credentials, self._hello())
             except (ConnectError, AuthError, RefusedError, TimeoutError) as error:
-                tries.failed(str(error) or SILENCE)
+                tries.failed(str(error) or NO_ANSWER)
                 await tries.rest()  # the keeper may be starting, or ending with all its processes
                 continue
             tries.worked()

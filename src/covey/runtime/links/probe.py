@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConnectError
 from covey.net.discovery.interfaces import to_dial
-from covey.runtime.links.handshake import SILENCE, connect, receive_exactly
+from covey.runtime.links.handshake import NO_ANSWER, connect, receive_exactly
 from covey.runtime.links.sockets import RelayedWay
 from covey.wire import door
 
@@ -33,7 +33,7 @@ CLEARLY_BETTER: Final = 0.8
 """An address replaces one that is known to work only if its round trip is at most this share of the other's."""
 FIRST_PIECE: Final = 1 << 14
 LAST_PIECE: Final = 1 << 20
-PIECE_SECONDS: Final = 0.01
+PROBE_PIECE_SECONDS: Final = 0.01
 """Throughput is measured with pieces of about this duration, so that slow paths confirm some and fast ones few."""
 LARGEST_FRAME: Final = 16384
 """More bytes than any network between machines puts into one packet."""
@@ -96,7 +96,7 @@ async def _sound_with(way: Where, credentials: LinkCredentials, token: bytes, *,
                 local = "" if sock.family == socket.AF_UNIX else str(sock.getsockname()[0]).partition("%")[0]
                 return Sounding(quickest, local=local, path_mtu=_path_mtu(sock), way=way)
     except TimeoutError:
-        return Sounding(problem=SILENCE)
+        return Sounding(problem=NO_ANSWER)
     except (OSError, ConnectError) as error:
         return Sounding(problem=str(error))
 
@@ -197,7 +197,7 @@ class _Flow:
         remaining = nbytes
         while remaining > 0:
             rate = self._confirmed_bytes / (time.perf_counter() - self._began)
-            size = min(max(FIRST_PIECE, int(rate * PIECE_SECONDS)), LAST_PIECE, remaining)
+            size = min(max(FIRST_PIECE, int(rate * PROBE_PIECE_SECONDS)), LAST_PIECE, remaining)
             self._sent.append(size)
             await loop.sock_sendall(self._sock, b"sink" + size.to_bytes(4, "little"))
             await loop.sock_sendall(self._sock, scratch[:size])

@@ -17,7 +17,7 @@ from covey.base.text import printable
 from covey.base.version import __version__
 from covey.net.host.descriptors import track
 from covey.runtime.links.sockets import RelayedSocket, no_delay, receive_exactly, spell
-from covey.wire.decoding import LENGTH, SkippedMessageError, frame, frame_length
+from covey.wire.decoding import FRAME_LENGTH, SkippedMessageError, frame, frame_length
 from covey.wire.relay import (
     RELAY_LIMIT,
     RELAY_SPEAKS,
@@ -127,7 +127,7 @@ async def receive_message(sock: socket.socket) -> RelayMessage:
         RemoteProtocolError: it is no message of a relay.
     """
     while True:
-        length = frame_length(await receive_exactly(sock, LENGTH.size), RELAY_LIMIT)
+        length = frame_length(await receive_exactly(sock, FRAME_LENGTH.size), RELAY_LIMIT)
         with contextlib.suppress(SkippedMessageError):
             return decode_relay(await receive_exactly(sock, length))
 

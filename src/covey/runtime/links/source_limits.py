@@ -17,13 +17,13 @@ from covey.base.pace import Bucket, Buckets
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SOURCE_RATE: Final = 64.0
-SOURCE_BURST: Final = 256.0
+SOURCE_CONNECTIONS_RATE: Final = 64.0
+SOURCE_CONNECTIONS_BURST: Final = 256.0
 """All processes of a large machine may connect at once."""
 MEMBER_RATE: Final = 512.0
 MEMBER_BURST: Final = 1024.0
-TOTAL_RATE: Final = 256.0
-TOTAL_BURST: Final = 1024.0
+UNPROVEN_RATE: Final = 256.0
+UNPROVEN_BURST: Final = 1024.0
 """For all sources together that no member has."""
 
 
@@ -31,9 +31,9 @@ class SourceLimits:
     """Counts the connections that come to one acceptor."""
 
     def __init__(self) -> None:
-        self._strangers = Buckets(SOURCE_RATE, SOURCE_BURST)
+        self._strangers = Buckets(SOURCE_CONNECTIONS_RATE, SOURCE_CONNECTIONS_BURST)
         self._members = Buckets(MEMBER_RATE, MEMBER_BURST)
-        self._all = Bucket(TOTAL_RATE, TOTAL_BURST)
+        self._all = Bucket(UNPROVEN_RATE, UNPROVEN_BURST)
         self.refused = 0
         """Connections that were too many."""
 

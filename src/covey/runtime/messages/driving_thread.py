@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STEP_ASIDE_SECONDS: Final = 5.0
 """How long `close` waits for the driving thread to stop."""
-IDLE_SECONDS: Final = 10.0
+IDLE_DRIVER_SECONDS: Final = 10.0
 """How long the idle background thread stays. While it does, a group that was dropped is not freed."""
 
 
@@ -149,7 +149,7 @@ class DrivingThread:
         while True:
             with self._lock:
                 while not self.is_stopping and (self.driver is not None or self._waiters or not messages.has_more()):
-                    if not self._needed.wait(IDLE_SECONDS) and not messages.has_more():
+                    if not self._needed.wait(IDLE_DRIVER_SECONDS) and not messages.has_more():
                         self._thread = None  # `call_background` starts another
                         return
                 if self.is_stopping:

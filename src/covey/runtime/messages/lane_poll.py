@@ -32,10 +32,10 @@ SPIN_SECONDS: Final = 200e-6
 """How long a thread that waits for a message polls without sleeping: a short call takes about as long."""
 VAIN_SPINS_LIMIT: Final = 6
 """The most doublings of the number of waits without a spin."""
-PAUSES: Final = Growing(0.02, 2.0)
+LANE_PAUSES: Final = Growing(0.02, 2.0)
 """Before asking for a lane, when lanes break one after the other and carry nothing."""
 
-QUIET_SECONDS: Final = 1.0
+IDLE_LANE_SECONDS: Final = 1.0
 """On a lane on which nothing has moved for so long, each end says how much has arrived."""
 DOUBTS: Final = Growing(4.0, 60.0)
 """A lane on which nothing has moved for so long, and whose other end has not said that it has what was sent, is
@@ -111,7 +111,7 @@ class LanePoll:
         """Return the seconds to wait before a lane that ended is replaced: longer if lanes carry nothing."""
         strikes = 0 if lane.has_moved else self._strikes[lane.peer]
         self._strikes[lane.peer] = strikes + 1
-        return PAUSES.after(strikes)
+        return LANE_PAUSES.after(strikes)
 
     def trouble_with(self, ranks: list[int]) -> str:
         """Return sentences about the connections with these ranks that broke and carry nothing, for an error."""
@@ -245,7 +245,7 @@ class LanePoll:
         """
         for lane in list(self._by_fd.values()):
             quiet = now - lane.moved_at
-            if lane.sock.family == socket.AF_UNIX or quiet < QUIET_SECONDS:  # in memory nothing is lost
+            if lane.sock.family == socket.AF_UNIX or quiet < IDLE_LANE_SECONDS:  # in memory nothing is lost
                 continue
             peer = lane.peer
             self._matcher.fell_quiet(peer)

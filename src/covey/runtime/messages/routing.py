@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.work import Work
 
-ASK_AGAIN_SECONDS: Final = 1.0
+LANE_REQUEST_SECONDS: Final = 1.0
 """How often to ask again for a lane that has not been opened."""
 
 
@@ -183,7 +183,7 @@ class MessageRouting:
         future = group.lanes.renew(group.id, group.members[rank], ended)
         if not future.done():
             # A request may get lost while many lanes are being opened. Refusals may come on a thread that holds locks.
-            timer = control.control_loop().call_later(ASK_AGAIN_SECONDS, self._ask_again, rank, ended)
+            timer = control.control_loop().call_later(LANE_REQUEST_SECONDS, self._ask_again, rank, ended)
             future.add_done_callback(lambda _: control.soon(self._answered, rank, ended, timer))
         elif future.exception() is not None:
             messenger.unreachable(rank)

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.runtime.messages.driving_thread import IDLE_SECONDS, STEP_ASIDE_SECONDS, DrivingThread, left
+from covey.runtime.messages.driving_thread import IDLE_DRIVER_SECONDS, STEP_ASIDE_SECONDS, DrivingThread, left
 from covey.runtime.signals import HeldSignals
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class SharedDriving(DrivingThread):
                     runs_jobs = self.job_thread is not None and not self._is_relieved
                     is_busy = runs_jobs or now - self._put_down_at < 2 * LINGER_SECONDS
                     self._asleep += not is_busy
-                    is_notified = self._needed.wait(LINGER_SECONDS if is_busy else IDLE_SECONDS)
+                    is_notified = self._needed.wait(LINGER_SECONDS if is_busy else IDLE_DRIVER_SECONDS)
                     self._asleep -= not is_busy
                     if not is_notified and not messages.has_more():
                         break

@@ -34,7 +34,7 @@ logger = logging.getLogger("covey")
 SUFFIX: Final = ".covey-trace"
 NOTE: Final = "`covey trace` shows the last operations:"
 """Begins the note of an error that names a file."""
-FILES_LIMIT: Final = 256
+FLIGHT_FILES_LIMIT: Final = 256
 """Files that are kept, twice as many as a run can have ranks; older ones are removed."""
 
 
@@ -53,7 +53,7 @@ def flight(groups: Sequence[GroupCounters]) -> wire.Flight:
         clock_ns=time.time_ns() - now,
         taken_ns=now,
         offsets=() if node is None else tuple(node.views.clocks.offsets().items()),
-        groups=tuple(map(_flown, groups[: wire.GROUPS_LIMIT])),
+        groups=tuple(map(_flown, groups[: wire.REPORTED_GROUPS_LIMIT])),
         run_id=b"" if node is None else node.run_id,
     )
 
@@ -104,7 +104,7 @@ def store(taken: wire.Flight, path: Path) -> None:
 def fault_of(pids: Collection[int], since: float) -> str:
     """Return the error of a group that failed in one of these processes since a time, from their files; or empty."""
     with contextlib.suppress(ConfigError, OSError):
-        files = sorted(folder().glob(f"*{SUFFIX}"), key=lambda path: path.name)[-FILES_LIMIT:]
+        files = sorted(folder().glob(f"*{SUFFIX}"), key=lambda path: path.name)[-FLIGHT_FILES_LIMIT:]
         for path in files:
             if _pid_in(path.name) in pids and _ns_in(path.name) >= since * 1e9:
                 with contextlib.suppress(RemoteProtocolError):
@@ -141,7 +141,7 @@ def _pid_in(name: str) -> int:
 def _remove_old(place: Path) -> None:
     with contextlib.suppress(OSError):  # another process removes files as well
         files = sorted(place.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-        for path in files[:-FILES_LIMIT]:
+        for path in files[:-FLIGHT_FILES_LIMIT]:
             path.unlink(missing_ok=True)
 
 

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from covey.net.host.readings import MachineReader
 
-RATE, BURST = 10.0, 64.0
+INSPECTIONS_RATE, INSPECTIONS_BURST = 10.0, 64.0
 """Answers a second to one key, and at once: `covey trace` asks once for each group."""
-TOTAL_RATE, TOTAL_BURST = 20.0, 128.0
+INSPECTIONS_TOTAL_RATE, INSPECTIONS_TOTAL_BURST = 20.0, 128.0
 """The same for all keys together: a holder of the secret can make any number of keys."""
 METRICS: Final = "metrics"
-OPERATIONS: Final = "operations"
+OPERATIONS_PAGE: Final = "operations"
 EVENTS: Final = "events"
 NETWORK: Final = "network"
 PROGRESS: Final = "progress"
@@ -65,8 +65,8 @@ class PacedAnswers:
     """Answers nodes of the cluster, within limits. On the control loop."""
 
     def __init__(self) -> None:
-        self._by_key = Buckets(RATE, BURST)
-        self._total = Bucket(TOTAL_RATE, TOTAL_BURST)
+        self._by_key = Buckets(INSPECTIONS_RATE, INSPECTIONS_BURST)
+        self._total = Bucket(INSPECTIONS_TOTAL_RATE, INSPECTIONS_TOTAL_BURST)
         self._reader: MachineReader | None = None
         self._reads_output = False
         """Whether a thread reads output now."""
@@ -127,10 +127,10 @@ def answer(question: messages.Inspect) -> messages.Inspected:
     """Return the answer; it has no pages if the question is not known."""
     if question.what == METRICS:
         return messages.Inspected(METRICS, 0, 1, wire.encode(wire.Samples(tuple(samples()))))
-    if question.what == OPERATIONS:
-        groups = process.groups()[-wire.GROUPS_LIMIT :]  # one group a page, which fits into a frame
+    if question.what == OPERATIONS_PAGE:
+        groups = process.groups()[-wire.REPORTED_GROUPS_LIMIT :]  # one group a page, which fits into a frame
         page = groups[question.page : question.page + 1]
-        return messages.Inspected(OPERATIONS, question.page, max(1, len(groups)), wire.encode(flight(page)))
+        return messages.Inspected(OPERATIONS_PAGE, question.page, max(1, len(groups)), wire.encode(flight(page)))
     if question.what == PROGRESS:
         from covey.runtime.metrics.progress import encode_own  # few commands ask
 

@@ -47,12 +47,14 @@ def encode_own(page: int) -> bytes:
     first = count = node.events.count
     if page != wire.NO_EVENTS:
         events, first = node.events.after(count - (count - page) % wire.NO_EVENTS)
-    return wire.encode_progress(_progress(node), [_past(event) for event in events[: wire.EVENTS_LIMIT]], first)
+    return wire.encode_progress(
+        _progress(node), [_past(event) for event in events[: wire.PROGRESS_EVENTS_LIMIT]], first
+    )
 
 
 def _progress(node: Any) -> wire.RankProgress:
     now, groups = clock_ns(), process.groups()
-    largest = sorted(groups, key=lambda group: -len(group.seats))[: wire.GROUPS_LIMIT]
+    largest = sorted(groups, key=lambda group: -len(group.seats))[: wire.PROGRESS_GROUPS_LIMIT]
     generation, moved, (coded, plain) = node.generation, process.moved(), process.coded()
     coder = next((group for group in reversed(groups) if group.codec), None)
     log = node.reports
@@ -124,7 +126,7 @@ def _peers(node: Any, moved: dict[Any, tuple[int, int]]) -> Iterator[wire.PeerPr
         key=lambda seat: (-sum(moved.get(seat, (0, 0))), node.peers[seat].card.contact.host == node.host, seat),
     )
     groups: list[Any] = sorted(node.groups, key=lambda group: -len(group.members))
-    for seat in most[: wire.PEERS_LIMIT]:
+    for seat in most[: wire.PROGRESS_PEERS_LIMIT]:
         peer, rank = node.peers[seat], seat if generation is None else generation.rank_of(seat)
         if rank is None or peer.is_gone:
             continue

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from covey.runtime.recorder import OperationTotals
 
 
-PEERS_LIMIT: Final = 64
+LABELLED_PEERS: Final = 64
 """Peers that have a label of their own; the others are counted together."""
 OTHER_PEERS: Final = "other"
 
@@ -168,10 +168,10 @@ def _of_operation(totals: OperationTotals) -> Iterator[Sample]:
 
 
 def _of_lanes(totals: Totals) -> Iterator[Sample]:
-    """Return the traffic by kind of lane and peer: the first PEERS_LIMIT seats, and the sum of all others."""
+    """Return the traffic by kind of lane and peer: the first LABELLED_PEERS seats, and the sum of all others."""
     found: dict[tuple[str, str], list[int]] = {}
     for (seat, lane), traffic in sorted(totals.traffic.items()):
-        sums = found.setdefault((lane, str(seat) if seat < PEERS_LIMIT else OTHER_PEERS), [0] * 4)
+        sums = found.setdefault((lane, str(seat) if seat < LABELLED_PEERS else OTHER_PEERS), [0] * 4)
         for index, value in enumerate(traffic):
             sums[index] += value
     for (lane, peer), (sent_bytes, sends, received_bytes, receives) in found.items():

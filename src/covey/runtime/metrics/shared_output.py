@@ -18,7 +18,7 @@ from covey.net.host.saved_output import log_end, logs_in, read_log, tail_of
 from covey.net.host.settings_files import effective_environment
 from covey.wire import reports as wire
 
-TAIL_BYTES: Final = 256 << 10
+SHARED_TAIL_BYTES: Final = 256 << 10
 """What an asker gets of the output before its first question, of all logs together; at least a sixteenth from each."""
 
 
@@ -45,7 +45,7 @@ def encode_shared(folder: Path, about: bytes) -> bytes:
         fair = max(room // (len(found) - at), 1)
         offset = known.get(name)
         if offset is None:
-            tail = max(TAIL_BYTES // len(found), TAIL_BYTES // 16)
+            tail = max(SHARED_TAIL_BYTES // len(found), SHARED_TAIL_BYTES // 16)
             offset = 0 if asked.wants_all else tail_of(path, tail)
         try:
             batch = read_log(path, offset, fair)

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from covey.base.errors import ConfigError
 from covey.base.numbers import operation_name
 from covey.runtime.counters import process
-from covey.runtime.recorder import FAILED, RUNNING, clock_ns
+from covey.runtime.recorder import FAILED, OUTCOMES, RUNNING, clock_ns
 
 if TYPE_CHECKING:
     from covey.runtime.counters import GroupCounters
     from covey.runtime.recorder import Record
 
 EVERY_SECONDS: Final = 1.0
-JOIN_SECONDS: Final = 5.0
-OUTCOMES: Final = ("running", "returned", "failed")
+SPANS_JOIN_SECONDS: Final = 5.0
 
 
 class SpanExport:
@@ -79,7 +78,7 @@ class SpanExport:
     def close(self) -> None:
         """Make the spans of the operations that have ended, and make no more. Closing twice is fine."""
         self._closing.set()
-        self._thread.join(JOIN_SECONDS)
+        self._thread.join(SPANS_JOIN_SECONDS)
 
     def __enter__(self) -> Self:
         return self

@@ -20,12 +20,12 @@ from covey.net.host.descriptors import explain
 from covey.net.keys.identity import node_name, own_machine, sign_as_machine
 from covey.proto.pairing import PairingApplicant, PairingMachine, RefusedPairingError
 from covey.runtime import loop as control
-from covey.runtime.links.handshake import SILENCE
+from covey.runtime.links.handshake import NO_ANSWER
 from covey.runtime.links.sockets import new_socket, no_delay, receive_exactly, spell
 from covey.runtime.peers.endpoint import numeric
 from covey.runtime.tasks import Tasks
 from covey.wire import beacon
-from covey.wire.decoding import LENGTH, frame, frame_length
+from covey.wire.decoding import FRAME_LENGTH, frame, frame_length
 from covey.wire.messages import Address
 from covey.wire.pairing import PAIRING_LIMIT
 
@@ -39,7 +39,7 @@ WHO_SECONDS: Final = 2.0
 """How long a machine may take to say who it is."""
 APPLYING_SECONDS: Final = 40.0
 """How long an exchange may take, with what both machines store."""
-FOUND_LIMIT: Final = 16
+INVITERS_LIMIT: Final = 16
 """Machines that show a code, and addresses that are asked for one."""
 BUSY_SECONDS: Final = 15.0
 """How long an applicant tries again while another one is served."""
@@ -121,7 +121,7 @@ class PairingSearch:
             await asyncio.sleep(HOST_LOOK_EVERY)
 
     def _heard(self, addresses: tuple[Address, ...], interface: str) -> None:
-        if addresses not in self._asked and len(self._asked) < FOUND_LIMIT and not self._tasks.is_closing:
+        if addresses not in self._asked and len(self._asked) < INVITERS_LIMIT and not self._tasks.is_closing:
             self._asked.add(addresses)
             self._tasks.spawn(self._ask(addresses))
 
@@ -183,7 +183,7 @@ async def _ask_at(where: Where) -> FoundInviter:
     except RemoteProtocolError as error:
         raise ConnectError(f"{spell(where)}: another program listens there, or a node of covey") from error
     except OSError as error:  # TimeoutError, too
-        raise ConnectError(f"{spell(where)}: {explain(error) or SILENCE}") from error
+        raise ConnectError(f"{spell(where)}: {explain(error) or NO_ANSWER}") from error
 
 
 def addresses_at(text: str, ports: Sequence[int]) -> list[tuple[Address, ...]]:
@@ -235,7 +235,7 @@ async def _try_once(found: FoundInviter, code: str, store: Callable[[Grant, Pair
                     await _send(sock, core.stored())
                 return grant
     except OSError as error:  # TimeoutError, too
-        raise ConnectError(f"{found.host_name} at {found.address}: {explain(error) or SILENCE}") from error
+        raise ConnectError(f"{found.host_name} at {found.address}: {explain(error) or NO_ANSWER}") from error
 
 
 async def _connect(where: Where) -> socket.socket:
@@ -250,7 +250,7 @@ async def _connect(where: Where) -> socket.socket:
 
 
 async def _receive(sock: socket.socket) -> bytes:
-    return await receive_exactly(sock, frame_length(await receive_exactly(sock, LENGTH.size), PAIRING_LIMIT))
+    return await receive_exactly(sock, frame_length(await receive_exactly(sock, FRAME_LENGTH.size), PAIRING_LIMIT))
 
 
 async def _send(sock: socket.socket, body: bytes) -> None:

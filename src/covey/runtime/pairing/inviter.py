@@ -44,7 +44,7 @@ from covey.runtime.pairing.applicant import ask_who
 from covey.runtime.peers.endpoint import listen_everywhere
 from covey.runtime.tasks import Tasks
 from covey.wire import beacon
-from covey.wire.decoding import LENGTH, frame, frame_length
+from covey.wire.decoding import FRAME_LENGTH, frame, frame_length
 from covey.wire.messages import Address
 from covey.wire.pairing import PAIRING_LIMIT, Grant
 from covey.wire.secret import MAX_RELAYS, encode_join_code
@@ -223,7 +223,7 @@ class Pairing:
             self._core.came(number, source, waking_clock())
             self._driver.settle()
             while number in self._socks:
-                length = frame_length(await receive_exactly(sock, LENGTH.size), PAIRING_LIMIT)
+                length = frame_length(await receive_exactly(sock, FRAME_LENGTH.size), PAIRING_LIMIT)
                 self._core.received(number, await receive_exactly(sock, length), waking_clock())
                 self._driver.settle()
         except (OSError, CoveyError):

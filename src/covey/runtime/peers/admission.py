@@ -6,8 +6,9 @@ import secrets
 from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import AuthError
-from covey.net.keys.identity import LIFE_BYTES, short_id
+from covey.net.keys.identity import short_id
 from covey.wire import messages
+from covey.wire.formation import LIFE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

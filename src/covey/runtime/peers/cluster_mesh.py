@@ -27,7 +27,7 @@ from covey.runtime.peers.dialer import Dialer, has_loopback_ip
 from covey.runtime.peers.follower import DialOutcome, HintFollower
 from covey.runtime.peers.hints import Hint, Origin
 from covey.runtime.peers.listener import LinkListener, MeshListener
-from covey.runtime.peers.mesh import Mesh
+from covey.runtime.peers.mesh import LinkMesh
 from covey.runtime.peers.node_links import NodeLinks
 from covey.runtime.peers.problems import Problems
 from covey.runtime.peers.reach import ReachAnswers
@@ -60,7 +60,7 @@ UNUSED: Final = (messages.Ping, messages.Pong, messages.Rest)
 """Messages on a link of which there is no other use."""
 
 
-class ClusterMesh(Mesh):
+class ClusterMesh(LinkMesh):
     """This node and the nodes of the cluster that it is linked with."""
 
     def __init__(

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from covey.runtime.peers.problems import Problems
     from covey.wire.messages import Address, Card, Contact
 
-NEAR_SECONDS: Final = 2.0
+NEAR_ANSWER_SECONDS: Final = 2.0
 """How soon a node that was announced on an interface has to answer there; TCP repeats a lost first packet after 1 s."""
-PAUSES: Final = Growing(0.05, 1.0, 1.5)
+NODE_DIAL_PAUSES: Final = Growing(0.05, 1.0, 1.5)
 ATTEMPTS_AT_ONCE: Final = 4
 """Attempts to dial one lost node at a time."""
 
@@ -80,7 +80,10 @@ class Dialer:
         problems, audit = self._problems, self._endpoint.audit
         try:
             is_here = same_host or any(has_loopback_ip(address) for address in addresses)
-            ways, within = self.ways(addresses, is_here, interface), NEAR_SECONDS if interface else HANDSHAKE_SECONDS
+            ways, within = (
+                self.ways(addresses, is_here, interface),
+                NEAR_ANSWER_SECONDS if interface else HANDSHAKE_SECONDS,
+            )
             relayed = self._relayed(relay) if relay and not is_here else []
             ways += relayed[:1] if is_best_relay else relayed
             hello = self._admission.hello()
@@ -125,7 +128,9 @@ class Dialer:
     async def redial(self, contact: Contact, is_wanted: Callable[[], bool]) -> None:
         """Dial a node by all its addresses, with growing pauses, while `is_wanted()`."""
         addresses = ", ".join(f"{each.ip}:{each.port}" for each in contact.addresses)
-        tries = Backoff(f"a link with the node at {addresses}", PAUSES, level=logging.INFO)  # its health is in `status`
+        tries = Backoff(
+            f"a link with the node at {addresses}", NODE_DIAL_PAUSES, level=logging.INFO
+        )  # its health is in `status`
         await keep_dialling(functools.partial(self._attempt, contact), is_wanted, tries, at_once=ATTEMPTS_AT_ONCE)
 
     async def _attempt(self, contact: Contact) -> str:

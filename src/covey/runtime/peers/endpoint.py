@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from covey.base.config import PORTS
 from covey.base.errors import ConfigError, ConnectError
+from covey.base.settings import NODE_PORTS
 from covey.base.version import __version__
 from covey.net.discovery.host_rendezvous import host_token
 from covey.net.host.descriptors import explain, keep_a_spare
@@ -25,6 +25,7 @@ from covey.runtime.links.handshake import LinkCredentials
 from covey.runtime.links.link import plain_ip
 from covey.runtime.state.audit import SILENT, Auditor
 from covey.wire.messages import NAME_LIMIT, Address, Card, Contact
+from covey.wire.relay import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,10 +39,8 @@ if TYPE_CHECKING:
     from covey.net.router.port_mapping import PortMapping
     from covey.wire.secret import ClusterSecret
 
-BACKLOG: Final = 256
-TOKEN_BYTES: Final = 16
-"""Of the token under which a node registers with relays; see `covey.wire.relay`."""
-LEAVE_SECONDS: Final = 2.0
+NODE_BACKLOG: Final = 256
+UNLISTEN_SECONDS: Final = 2.0
 """How long the control loop may take to stop listening."""
 
 
@@ -79,7 +78,7 @@ class Endpoint:
 
     def leave(self) -> None:
         """Stop listening and free everything, if no node has taken over. Not on the control loop."""
-        control.finish(self.acceptor.close(), LEAVE_SECONDS, self.on_close)
+        control.finish(self.acceptor.close(), UNLISTEN_SECONDS, self.on_close)
 
 
 def cluster_endpoint(
@@ -87,7 +86,7 @@ def cluster_endpoint(
     config: GroupConfig,
     *,
     run: str,
-    ports: range | tuple[int, ...] = PORTS,
+    ports: range | tuple[int, ...] = NODE_PORTS,
     contacts: Mapping[Seat, Contact] | None = None,
     identity: NodeIdentity | None = None,
     has_lanes: bool = True,
@@ -128,7 +127,7 @@ def cluster_endpoint(
         undo.callback(host_registry.close)
         listeners, path = [listener], ""
         if has_lanes:
-            local, path = host_registry.listen(BACKLOG)
+            local, path = host_registry.listen(NODE_BACKLOG)
             listeners.append(undo.enter_context(local))
         port, mapping = listener.getsockname()[1], None
         if maps_port:
@@ -257,9 +256,11 @@ def listen_everywhere(ports: range | tuple[int, ...]) -> socket.socket:
     for port in (*ports, *anywhere):
         try:
             if dual:
-                sock = socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+                sock = socket.create_server(
+                    ("::", port), family=socket.AF_INET6, backlog=NODE_BACKLOG, dualstack_ipv6=True
+                )
             else:
-                sock = socket.create_server(("0.0.0.0", port), backlog=BACKLOG)
+                sock = socket.create_server(("0.0.0.0", port), backlog=NODE_BACKLOG)
         except OSError as error:
             problem = error
         else:

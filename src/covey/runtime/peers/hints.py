@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 AGAIN_SECONDS: Final = 1.0
 """How soon a hint is tried again after its first failure; the pauses double."""
-WAIT_SECONDS: Final = 5.0
+HINT_WAIT_SECONDS: Final = 5.0
 """How long a hint waits, in all, while others are dialled that may be of the same node."""
 HINT_CHECK_EVERY: Final = 0.25
 """How often it is looked whether a hint still has to wait."""
 SELDOM_SECONDS: Final = 15.0
-PAUSES: Final = Growing(AGAIN_SECONDS, SELDOM_SECONDS)
-TRIES: Final = 6
+HINT_PAUSES: Final = Growing(AGAIN_SECONDS, SELDOM_SECONDS)
+HINT_TRIES: Final = 6
 """Failures in a row after which a hint sleeps: half a minute after the first failure."""
 NAP_SECONDS: Final = 300.0
 NAPS: Final = 12
@@ -91,17 +91,17 @@ class _State:
 
     @property
     def is_asleep(self) -> bool:
-        return self.failures >= TRIES and self.origin is not Origin.HOST
+        return self.failures >= HINT_TRIES and self.origin is not Origin.HOST
 
     def is_due(self, now: float) -> bool:
         return self.next_at <= now and (self.naps > 0 or not self.is_asleep)
 
     @property
     def pause(self) -> float:
-        return PAUSES.after(self.failures + 1)
+        return HINT_PAUSES.after(self.failures + 1)
 
     def wake(self, now: float) -> None:
-        self.failures, self.next_at = min(self.failures, TRIES - 1), now
+        self.failures, self.next_at = min(self.failures, HINT_TRIES - 1), now
 
 
 class Hints:
@@ -145,7 +145,10 @@ class Hints:
                 state.next_at = now + SELDOM_SECONDS
                 continue
             if now < state.waits_until and any(map(hint.may_be, (*dialled, *chosen))):
-                state.waits_until, state.next_at = min(state.waits_until, now + WAIT_SECONDS), now + HINT_CHECK_EVERY
+                state.waits_until, state.next_at = (
+                    min(state.waits_until, now + HINT_WAIT_SECONDS),
+                    now + HINT_CHECK_EVERY,
+                )
                 continue
             if state.is_asleep:
                 state.naps -= 1
@@ -157,7 +160,7 @@ class Hints:
     def failed(self, hint: Hint, now: float) -> None:
         """Note that no node of the cluster answered at a hint."""
         if (state := self._hints.get(hint)) is not None:
-            state.failures = min(TRIES, state.failures + 1)
+            state.failures = min(HINT_TRIES, state.failures + 1)
             if state.is_asleep:
                 state.next_at = now + NAP_SECONDS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from covey.base.errors import ConfigError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.base.numbers import Seat
 from covey.base.version import __version__
 from covey.net.discovery.host_rendezvous import (
@@ -25,7 +25,7 @@ from covey.net.host.machine import hardware
 from covey.net.host.runs import RunFolder
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials
-from covey.runtime.peers.endpoint import BACKLOG, Endpoint, cluster_endpoint, host_name, numeric
+from covey.runtime.peers.endpoint import NODE_BACKLOG, Endpoint, cluster_endpoint, host_name, numeric
 from covey.wire.messages import Address, Card, Contact
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def in_folder(launched: LaunchedRank, config: GroupConfig) -> Endpoint:
     listeners = [rendezvous.sock]
     addresses: tuple[Address, ...] = ()
     try:
-        if config.lanes in KINDS and KINDS[config.lanes].is_of_network:
-            tcp = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        if config.lanes in LANE_KINDS and LANE_KINDS[config.lanes].is_of_network:
+            tcp = socket.create_server(("127.0.0.1", 0), backlog=NODE_BACKLOG)
             tcp.setblocking(False)
             listeners.append(tcp)
             addresses = (Address("127.0.0.1", tcp.getsockname()[1], "lo"),)
@@ -73,7 +73,7 @@ def insecure(launched: LaunchedRank) -> Endpoint:
         path = str(socket_path(check_folder(Path(folder.path)), launched.rank))
         local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         local.bind(path)
-        local.listen(BACKLOG)
+        local.listen(NODE_BACKLOG)
         local.setblocking(False)
         # Nothing secret is shared: this only keeps different runs apart.
         credentials = LinkCredentials.of_token(f"insecure/{launched.name}".encode())
@@ -119,7 +119,7 @@ def _anonymous_card(contact: Contact) -> Card:
 def _listen_at(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        sock = socket.create_server((host, port), family=family, backlog=NODE_BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen at {host}, port {port}: {explain(error)}") from error
     sock.setblocking(False)

@@ -20,14 +20,14 @@ from covey.base.pace import Growing
 from covey.base.settings import differences_of
 from covey.runtime.backoff import Backoff
 from covey.runtime.links.address_race import attempt_seconds, dial_any, keep_dialling
-from covey.runtime.links.handshake import SILENCE, RefusedError
-from covey.runtime.peers.endpoint import TOKEN_BYTES
+from covey.runtime.links.handshake import NO_ANSWER, RefusedError
 from covey.runtime.peers.listener import LinkListener, MeshListener
-from covey.runtime.peers.mesh import Mesh
+from covey.runtime.peers.mesh import LinkMesh
 from covey.runtime.peers.peer_table import Routes
 from covey.runtime.peers.remote_process import RemoteProcess
 from covey.runtime.peers.visitors import COMMANDS_LIMIT
 from covey.wire import messages
+from covey.wire.relay import TOKEN_BYTES
 from covey.wire.versions import objection
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ logger = logging.getLogger("covey")
 
 REDIAL_PAUSES: Final = Growing(0.02, 1.0, 1.5)
 """Between dials of a rank whose link has ended, or on whose link nothing is heard."""
-TELL_SECONDS: Final = 2.0
+TELL_RELAYS_SECONDS: Final = 2.0
 """How often other ranks are told how far the relays are, if that has changed."""
 
 
@@ -67,7 +67,7 @@ class GivenRun(Protocol):
         """Take that a rank was refused which no retry can mend."""
 
 
-class LauncherMesh(Mesh):
+class LauncherMesh(LinkMesh):
     """The links of one rank: with the given members, with processes that wait for a seat, and with commands."""
 
     def __init__(
@@ -119,7 +119,7 @@ class LauncherMesh(Mesh):
     async def _keep_telling(self) -> None:
         while self._relays is not None:
             self._relays.tell(self.all_linked)
-            await asyncio.sleep(TELL_SECONDS)
+            await asyncio.sleep(TELL_RELAYS_SECONDS)
 
     @property
     def relays(self) -> Relays | None:
@@ -180,7 +180,7 @@ class LauncherMesh(Mesh):
                 self._restarted.add(peer)
             return str(error)
         except (ConnectError, TimeoutError, AuthError) as error:
-            return str(error) or SILENCE
+            return str(error) or NO_ANSWER
         return ""
 
     async def meet(self, path: str, rank: int) -> RemoteProcess | None:

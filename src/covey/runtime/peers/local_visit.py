@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from covey.net.host.runs import LocalRunFound
     from covey.runtime.links.link import Link
 
-LINK_SECONDS: Final = 2.0
+VISIT_LINK_SECONDS: Final = 2.0
 """How long ranks may take to accept a link."""
 
 
@@ -38,7 +38,7 @@ def visiting_ranks(run: LocalRunFound) -> Iterator[LocalVisit]:
         ConfigError: the run is over, or its folder is not private.
     """
     visit = LocalVisit(run, run.token())
-    visit.link(LINK_SECONDS)
+    visit.link(VISIT_LINK_SECONDS)
     try:
         yield visit
     finally:

@@ -37,7 +37,7 @@ SEND_REST_SECONDS: Final = 1.0
 """How long links may take to send what they hold when the mesh closes."""
 
 
-class Mesh:
+class LinkMesh:
     """Links of this process. A subclass says whom it dials, whom it accepts, and which of several links is used."""
 
     def __init__(

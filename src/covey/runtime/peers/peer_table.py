@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.base.numbers import NO_RANK, Rank, Seat
 from covey.runtime import loop as control
 from covey.runtime.peers.remote_process import NOWHERE, RemoteProcess
@@ -195,7 +195,7 @@ class Routes:
         contact, own = peer.contact, self._contact
         assert contact is not None
         is_same_host = contact.host == own.host
-        by_socket = not KINDS[kind].is_of_network if kind else self._is_clear
+        by_socket = not LANE_KINDS[kind].is_of_network if kind else self._is_clear
         if by_socket and is_same_host and contact.socket and (self._is_clear or self._is_nodes_socket(contact.socket)):
             return [contact.socket]
         from covey.net.discovery.interfaces import recent_interfaces, to_dial  # of no use to ranks that share memory

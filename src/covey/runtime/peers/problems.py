@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from covey.runtime.state.audit import Auditor
     from covey.wire.messages import Address, Card, Contact
 
-LOG_SECONDS: Final = 10.0
+REFUSED_LOG_SECONDS: Final = 10.0
 """The log reports refused nodes at most this often."""
 PROBLEMS_LIMIT: Final = 64
 """Refused nodes, and addresses that did not answer; older entries are forgotten."""
@@ -46,7 +46,7 @@ class Problems:
         """By seed or addresses: why dialling failed, and the addresses."""
         self._departed: dict[tuple[str, int], None] = {}
         """Where visitors listened that have left: that these addresses do not answer is no problem."""
-        self._log = LimitedLog(LOG_SECONDS)
+        self._log = LimitedLog(REFUSED_LOG_SECONDS)
         self._tell = tell
         self._told = 0
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from covey.runtime.peers.endpoint import Endpoint
     from covey.runtime.peers.remote_process import RemoteProcess
 
-RATE, BURST = 0.5, 3.0
+REACH_RATE, REACH_BURST = 0.5, 3.0
 """How often addresses are tried for one key: rate a second, and burst."""
-TOTAL_RATE, TOTAL_BURST = 4.0, 8.0
+REACH_TOTAL_RATE, REACH_TOTAL_BURST = 4.0, 8.0
 """The same for all keys together: a holder of the secret can make any number of keys."""
 NOT_TRIED: Final = "not tried: nothing has come from there"
 """The answer for an address that may belong to another machine."""
@@ -43,8 +43,8 @@ class ReachAnswers:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._endpoint, self._pattern, self._limits, self._spawn = endpoint, pattern, limits, spawn
-        self._by_key = pace.Buckets(RATE, BURST)
-        self._total = pace.Bucket(TOTAL_RATE, TOTAL_BURST)
+        self._by_key = pace.Buckets(REACH_RATE, REACH_BURST)
+        self._total = pace.Bucket(REACH_TOTAL_RATE, REACH_TOTAL_BURST)
 
     def asked(self, remote: RemoteProcess, question: messages.Reach, linked_from: set[str]) -> None:
         """Answer a question; `linked_from` are the addresses from which links with the asking node's key come."""

@@ -16,7 +16,7 @@ from covey.base.pace import Bucket, Growing
 from covey.net.host.descriptors import explain
 from covey.proto.relay_trips import TripSamples
 from covey.runtime.backoff import Backoff
-from covey.runtime.links.handshake import SILENCE
+from covey.runtime.links.handshake import NO_ANSWER
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.loop import aside
 from covey.runtime.peers.endpoint import numeric
@@ -31,10 +31,10 @@ logger = logging.getLogger("covey")
 
 RELAY_SILENCE: Final = 45.0
 """A relay that says nothing for so long is connected to again: it asks every 15 s whether the node is there."""
-PAUSES: Final = Growing(0.2, 0.5)
+RELAY_PAUSES: Final = Growing(0.2, 0.5)
 """Between attempts to reach a relay. They are short: a relay that returns may have to carry a link at once, because
 members whose links have ended are lost after `host_silence`."""
-ATTEMPT_SECONDS: Final = 1.5
+GREETING_SECONDS: Final = 1.5
 """How long a relay that was reached before may take to greet this node. A new attempt repeats a lost first packet
 sooner than TCP does."""
 CALLS_AT_ONCE: Final = 64
@@ -96,14 +96,16 @@ class RelayRegistration:
     async def keep(self) -> None:
         """Register, again whenever the connection ends, while the key is good and the relay wanted."""
         self._task = asyncio.current_task()
-        tries = Backoff(f"the relay {self.text}", PAUSES, level=logging.DEBUG)  # a line says at once that it is lost
+        tries = Backoff(
+            f"the relay {self.text}", RELAY_PAUSES, level=logging.DEBUG
+        )  # a line says at once that it is lost
         while self._node.is_good(self._key) and self._node.is_wanted(self.text):
             began = time.monotonic()
             try:
                 await self._register()
             except (OSError, TimeoutError, CoveyError) as error:
                 words = explain(error) if isinstance(error, OSError) else str(error)
-                is_news, self.problem = not self.problem, words or SILENCE
+                is_news, self.problem = not self.problem, words or NO_ANSWER
                 if is_news:
                     logger.warning("the relay %s is lost: %s", self.text, self.problem)
             if time.monotonic() - began > RELAY_SILENCE:
@@ -163,7 +165,7 @@ class RelayRegistration:
         """Connect to the relay; return the connection, and the message with which the relay begins."""
         from covey.runtime.links.relayed import challenged, connect_relay
 
-        async with asyncio.timeout(HANDSHAKE_SECONDS if self.address is None else ATTEMPT_SECONDS):
+        async with asyncio.timeout(HANDSHAKE_SECONDS if self.address is None else GREETING_SECONDS):
             sock = await connect_relay(address)
             try:
                 return sock, await challenged(sock)

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-NEAR_SECONDS: Final = 1.0
+NEAR_WAIT_SECONDS: Final = 1.0
 """How long a node that a relay names is left to multicast, seeds and other nodes, which find direct ways. The node with
 the larger token waits longer, so that one of two nodes dials."""
-FAR_SECONDS: Final = 3.0
+FAR_WAIT_SECONDS: Final = 3.0
 OFFERS_LIMIT: Final = 4
 """Relays of other nodes that are used: the first ones."""
 
@@ -226,8 +226,8 @@ class Relays:
         """Note tokens of other nodes, and pass them on a little later."""
         near = [token for token in tokens if self._token < token]
         far = [token for token in tokens if self._token > token]
-        self._spawn(self._pass_on(NEAR_SECONDS, near))
-        self._spawn(self._pass_on(FAR_SECONDS, far))
+        self._spawn(self._pass_on(NEAR_WAIT_SECONDS, near))
+        self._spawn(self._pass_on(FAR_WAIT_SECONDS, far))
 
     async def _pass_on(self, pause: float, tokens: list[bytes]) -> None:
         if tokens:

@@ -38,7 +38,7 @@ LINK_IDLE_SECONDS: Final = 5.0
 """How long nothing but pings has arrived when a link may rest: waking it costs a handshake."""
 TRY_AGAIN_SECONDS: Final = 30.0
 """How long a link stays awake after this node could not reach the other one, which may only have been busy."""
-WAKE_SECONDS: Final = 3.0
+WAKE_LINK_SECONDS: Final = 3.0
 """How long dialling may fail until a link that should wake counts as ended."""
 
 
@@ -119,7 +119,7 @@ class RestingLinks:
 
     async def _wake(self, remote: RemoteProcess) -> None:
         """Dial a node whose link rests; end the link if that does not work."""
-        until = time.monotonic() + WAKE_SECONDS
+        until = time.monotonic() + WAKE_LINK_SECONDS
 
         def is_wanted() -> bool:
             return remote.is_resting and not self._tasks.is_closing and time.monotonic() < until

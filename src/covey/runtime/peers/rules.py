@@ -31,7 +31,7 @@ logger = logging.getLogger("covey")
 
 WATCH_SECONDS: Final = 1.0
 """How often the cluster's file is checked."""
-LOG_SECONDS: Final = 30.0
+PROBLEM_LOG_SECONDS: Final = 30.0
 """The log reports each kind of problem at most this often."""
 WRITES_RATE, WRITES_BURST = 0.5, 8.0
 """How often nodes that wait for approval are written to disk, rate a second and burst: every holder of the secret can
@@ -54,7 +54,7 @@ class Rules:
         self._waiting: dict[bytes, messages.Card] = {}
         """By machine: nodes that were refused because the owner has not approved them, the latest last."""
         self._writes = pace.Bucket(WRITES_RATE, WRITES_BURST)
-        self._log = LimitedLog(LOG_SECONDS)
+        self._log = LimitedLog(PROBLEM_LOG_SECONDS)
         self._stamp: object = None
         self._seen: ClusterSecret | None = None
         """The secret that the file held when it was last read."""

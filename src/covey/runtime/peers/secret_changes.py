@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-LOG_SECONDS: Final = 10.0
+SECRET_LOG_SECONDS: Final = 10.0
 """The log reports refused secrets at most this often."""
 
 
@@ -38,7 +38,7 @@ class SecretChanges:
     def __init__(self, rules: Rules, endpoint: Endpoint, search: Search, relays: Relays, tasks: Tasks) -> None:
         self._rules, self._endpoint, self._search, self._tasks = rules, endpoint, search, tasks
         self._relays = relays
-        self._log = LimitedLog(LOG_SECONDS)
+        self._log = LimitedLog(SECRET_LOG_SECONDS)
 
     def receive(self, remote: RemoteProcess, message: messages.NewSecret) -> None:
         """Check a new secret, write it to disk and answer; one at a time for each node, others are dropped."""

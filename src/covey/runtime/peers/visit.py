@@ -10,8 +10,8 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Final
 
-from covey.base.config import PORTS
 from covey.base.errors import ConnectError, CoveyError, DeadlineError
+from covey.base.settings import NODE_PORTS
 from covey.net.keys.identity import NodeIdentity, short_id
 from covey.runtime import loop as control
 from covey.runtime.peers.cluster_mesh import ClusterMesh
@@ -51,7 +51,7 @@ def visiting(
         ConfigError: no port is free, or no interface matches.
     """
     # From the end: the first ports are where a seed without a port is looked for.
-    own, ports = NodeIdentity.passing(), PORTS[::-1]
+    own, ports = NodeIdentity.passing(), NODE_PORTS[::-1]
     endpoint = cluster_endpoint(cluster, config, run="", ports=ports, identity=own, has_lanes=False, is_visit=True)
     try:
         mesh = control.run(_open(cluster, config, endpoint, listener, announce=announce), control.LOOP_SECONDS)

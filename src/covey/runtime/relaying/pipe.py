@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BURST_SECONDS: Final = 0.1
 """Bytes of so much time may be copied at once."""
 LEAST_BURST: Final = 1 << 16
-LEAST_PAUSE: Final = 0.005
+LEAST_RELAY_PAUSE: Final = 0.005
 
 
 class Throttle:
@@ -73,7 +73,7 @@ class Throttle:
 
     def _set_timer(self) -> None:
         if self._waiting and self._timer is None:
-            pause = max(LEAST_PAUSE, (LEAST_BURST / 4 - self._left) / self._rate)
+            pause = max(LEAST_RELAY_PAUSE, (LEAST_BURST / 4 - self._left) / self._rate)
             self._timer = asyncio.get_running_loop().call_later(pause, self._turn)
 
     def _turn(self) -> None:
@@ -87,14 +87,14 @@ class Throttle:
         self._set_timer()
 
 
-PIECE_BYTES: Final = 1 << 18
+RELAYED_PIECE_BYTES: Final = 1 << 18
 """Bytes that are read at a time."""
 DEAD_SECONDS: Final = 5.0
 """A connection that is stuck, and whose other end has acknowledged nothing for so long, is closed with the one that it
 is joined with. The kernel alone would try for a quarter of an hour. A receiver that does not read is not stuck: its
 kernel acknowledges."""
 
-_scratch = memoryview(bytearray(PIECE_BYTES))
+_scratch = memoryview(bytearray(RELAYED_PIECE_BYTES))
 """What is read goes on at once; only what is left is copied."""
 
 
@@ -159,7 +159,7 @@ class Pipe:
         return resume
 
     def _read(self, direction: _Direction, *, waited: bool = False) -> None:
-        most = self._throttle.allowed(PIECE_BYTES, in_turn=waited)
+        most = self._throttle.allowed(RELAYED_PIECE_BYTES, in_turn=waited)
         if not most:
             self._loop.remove_reader(direction.source)
             self._throttle.wait(direction.resume)

@@ -60,12 +60,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-STRANGER_SECONDS: Final = 5.0
+RELAY_STRANGER_SECONDS: Final = 5.0
 """How long a connection may take to say what it wants."""
-STRANGERS_AT_ONCE: Final = 256
+RELAY_STRANGERS_AT_ONCE: Final = 256
 STRANGERS_OF_SOURCE: Final = 64
 """Connections that have not said what they want, in all and from one source."""
-ACCEPTS_AT_ONCE: Final = 32
+RELAY_ACCEPTS_AT_ONCE: Final = 32
 SPARE_DESCRIPTORS: Final = 32
 SWEEP_SECONDS: Final = 2.0
 """How often pipes are checked for dead paths, and for having been idle for too long."""
@@ -175,7 +175,7 @@ class RelayServer:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        for sock in accepted(listener, ACCEPTS_AT_ONCE, self._listen, self._shortage):
+        for sock in accepted(listener, RELAY_ACCEPTS_AT_ONCE, self._listen, self._shortage):
             source = source_of(remote_ip(sock))
             if problem := self._objection(source):
                 self._refuse(sock, source, problem)
@@ -196,7 +196,7 @@ class RelayServer:
             return f"there are {self._most} connections"
         if self._counts[source] >= self._limits.of_source:
             return f"there are {self._limits.of_source} connections from there"
-        if self._strangers[source] >= STRANGERS_OF_SOURCE or self._strangers.total() >= STRANGERS_AT_ONCE:
+        if self._strangers[source] >= STRANGERS_OF_SOURCE or self._strangers.total() >= RELAY_STRANGERS_AT_ONCE:
             return "too many have not said what they want"
         if self._arrivals.come(source, time.monotonic(), is_member=self._tenants[source] > 0) is None:
             return "too many come from there"
@@ -218,7 +218,7 @@ class RelayServer:
         """Hear what a connection wants; for a registration, until it ends."""
         is_stranger, is_tenant = True, False
         try:
-            async with asyncio.timeout(STRANGER_SECONDS):
+            async with asyncio.timeout(RELAY_STRANGER_SECONDS):
                 challenge = secrets.token_bytes(RELAY_CHALLENGE_BYTES)
                 release = __version__[:RELEASE_LIMIT]
                 said = RelayChallenge(RELAY_SPEAKS.oldest, challenge, self._id, RELAY_SPEAKS, release)

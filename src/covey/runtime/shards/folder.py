@@ -27,10 +27,10 @@ from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host import folders
 from covey.net.host.descriptors import explain
 from covey.wire.shards import (
-    CHUNK_BYTES,
-    DIGEST_BYTES,
-    KEPT_LIMIT,
-    MANIFEST_LIMIT,
+    CHUNK_DIGEST_BYTES,
+    SHARD_CHUNK_BYTES,
+    SHARD_MANIFEST_LIMIT,
+    TOLD_CHECKPOINTS_LIMIT,
     CheckpointPart,
     SavedCheckpoint,
     decode_saved_checkpoint,
@@ -45,23 +45,23 @@ if TYPE_CHECKING:
 
 SHARDS_FORMAT: Final = 1
 """The format of manifests, and of all that belongs to them."""
-MANIFEST, IDENTITY = "manifest", "place"
-CHECKPOINTS: Final = "checkpoints"
+MANIFEST_FILE, IDENTITY = "manifest", "place"
+CHECKPOINTS_FOLDER: Final = "checkpoints"
 """The folder below that of covey itself with those of runs."""
-_NAME: Final = re.compile(r"step-(\d{10,19})\.([0-9a-f]{16})")
+_CHECKPOINT_NAME: Final = re.compile(r"step-(\d{10,19})\.([0-9a-f]{16})")
 _SHARD: Final = re.compile(r"shard-(\d{5})-of-(\d{5})\.safetensors")
-_LINE_LIMIT: Final = 1000
+_FOLDER_LINE_LIMIT: Final = 1000
 IDENTITY_BYTES: Final = 16
 
 
 def digest_of(data: Any) -> bytes:
     """Return the digest of a chunk or a manifest."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+    return hashlib.blake2b(data, digest_size=CHUNK_DIGEST_BYTES).digest()
 
 
 def folders_of_runs() -> list[Path]:
     """Return the folders of all runs of this machine that have checkpoints, by name."""
-    base = folders.existing() / CHECKPOINTS
+    base = folders.existing() / CHECKPOINTS_FOLDER
     return sorted(path for path in base.iterdir() if (path / IDENTITY).is_file()) if base.is_dir() else []
 
 
@@ -69,7 +69,7 @@ def default_folder(name: str, identity: str) -> Path:
     """Return the folder of a run below covey's own; `identity` tells runs of one name apart."""
     plain = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:60] or "run"
     key = hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()
-    return folders.home_path() / CHECKPOINTS / f"{plain}-{key}"
+    return folders.home_path() / CHECKPOINTS_FOLDER / f"{plain}-{key}"
 
 
 def encode_manifest(saved: SavedCheckpoint) -> bytes:
@@ -88,7 +88,7 @@ def decode_manifest(data: bytes, where: object) -> SavedCheckpoint:
     """
     try:
         line, _, body = data.partition(b"\n")
-        if len(line) > _LINE_LIMIT:
+        if len(line) > _FOLDER_LINE_LIMIT:
             raise ValueError("no first line")
         head = json.loads(line)
         check_format(int(head["format"]), SHARDS_FORMAT)
@@ -261,18 +261,18 @@ class ShardFolder:
 
     def commit(self, saved: SavedCheckpoint) -> None:
         """Write the manifest: from now on the checkpoint is complete, if all machines have their shards."""
-        _write_file(self.path / checkpoint_name(saved.step, saved.id) / MANIFEST, encode_manifest(saved))
+        _write_file(self.path / checkpoint_name(saved.step, saved.id) / MANIFEST_FILE, encode_manifest(saved))
 
     def manifest(self, step: int, save_id: str) -> bytes:
         """Return the content of a manifest file."""
-        return _read_file(self.path / checkpoint_name(step, save_id) / MANIFEST, MANIFEST_LIMIT)
+        return _read_file(self.path / checkpoint_name(step, save_id) / MANIFEST_FILE, SHARD_MANIFEST_LIMIT)
 
     def read_chunk(self, step: int, save_id: str, shard: tuple[int, int], chunk: int, size: int) -> bytes:
         """Return a chunk of a shard (its number, of how many); fewer bytes than `size` if the file is too short."""
         path = self.shard_path(step, save_id, shard_name(*shard))
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            parts, at, left = [], chunk * CHUNK_BYTES, size
+            parts, at, left = [], chunk * SHARD_CHUNK_BYTES, size
             while left and (part := os.pread(descriptor, left, at)):
                 parts.append(part)
                 at, left = at + len(part), left - len(part)
@@ -288,17 +288,17 @@ class ShardFolder:
         """
         found = []
         for name in sorted(os.listdir(self.path)):
-            if (match := _NAME.fullmatch(name)) and (self.path / name).is_dir():
+            if (match := _CHECKPOINT_NAME.fullmatch(name)) and (self.path / name).is_dir():
                 found.append(self._part(name, int(match[1]), match[2]))
         found.sort(key=lambda each: (each.part.serial, each.part.step, each.part.id))
-        return found[-KEPT_LIMIT:]
+        return found[-TOLD_CHECKPOINTS_LIMIT:]
 
     def _part(self, name: str, step: int, save_id: str) -> SavedPart:
         folder = self.path / name
         saved, digest = None, b""
         with contextlib.suppress(OSError, CheckpointError):
-            data = _read_file(folder / MANIFEST, MANIFEST_LIMIT)
-            read = decode_manifest(data, folder / MANIFEST)
+            data = _read_file(folder / MANIFEST_FILE, SHARD_MANIFEST_LIMIT)
+            read = decode_manifest(data, folder / MANIFEST_FILE)
             if (read.id, read.step) == (save_id, step):
                 saved, digest = read, digest_of(data)
         files = []
@@ -315,7 +315,7 @@ class ShardFolder:
     def delete(self, save_ids: Sequence[str]) -> None:
         """Delete what is here of checkpoints, and the rest of earlier deletions."""
         for name in os.listdir(self.path):
-            match = _NAME.fullmatch(name)
+            match = _CHECKPOINT_NAME.fullmatch(name)
             if match and match[2] in save_ids:
                 os.rename(self.path / name, self.path / f".{name}.gone")
         for name in os.listdir(self.path):
@@ -329,8 +329,8 @@ def open_folder(path: Path) -> ShardFolder:
     Raises:
         ConfigError: it cannot be made.
     """
-    if path.parent == folders.home_path() / CHECKPOINTS:
-        folders.private_folder(folders.home() / CHECKPOINTS)
+    if path.parent == folders.home_path() / CHECKPOINTS_FOLDER:
+        folders.private_folder(folders.home() / CHECKPOINTS_FOLDER)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):

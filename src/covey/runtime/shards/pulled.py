@@ -19,12 +19,12 @@ from covey.base.errors import CheckpointError, ConfigError, RemoteProtocolError
 from covey.proto.shards.boxes import whole
 from covey.proto.shards.choice import complete, found_checkpoints, needed
 from covey.proto.shards.layout import CheckpointLayout
-from covey.proto.shards.safetensors import DTYPES, FileTensor, decode_tensors, header_bytes, in_order, lay_out
+from covey.proto.shards.safetensors import FORMAT_DTYPES, FileTensor, decode_tensors, header_bytes, in_order, lay_out
 from covey.runtime.shards.folder import ShardFolder, digest_of, shard_name, sync_folder
 from covey.runtime.shards.tree import put_together
 from covey.runtime.shards.wanted import WantedArrays
 from covey.wire import objects
-from covey.wire.shards import DIGEST_BYTES
+from covey.wire.shards import CHUNK_DIGEST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TREE: Final = "covey.tree"
 """The key of the metadata with all of a state but its arrays."""
-NAMES: Final = "covey.arrays"
+ARRAYS_NAME: Final = "covey.arrays"
 """That with the names of the arrays, by number."""
 
 
@@ -93,7 +93,7 @@ def pull(folders: Sequence[ShardFolder], step: int | None, path: Path, bar: Call
     order = in_order(tensors)
     tree = base64.b64encode(saved.tree).decode()
     names = json.dumps([array.name for array in saved.arrays])
-    layout = lay_out([tensors[each] for each in order], {TREE: tree, NAMES: names, "step": str(saved.step)})
+    layout = lay_out([tensors[each] for each in order], {TREE: tree, ARRAYS_NAME: names, "step": str(saved.step)})
     with _writing(path) as write, bar(layout.nbytes) as counter:
         write(layout.header)
         for number in order:
@@ -126,7 +126,7 @@ def load_pulled(path: str | os.PathLike[str]) -> Any:
         return arrays
     try:
         tree = objects.decode(base64.b64decode(metadata[TREE]))
-        return put_together(tree, [arrays[name] for name in json.loads(metadata[NAMES])])
+        return put_together(tree, [arrays[name] for name in json.loads(metadata[ARRAYS_NAME])])
     except (RemoteProtocolError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from error
 
@@ -150,7 +150,9 @@ def _array(held: HeldCheckpoint, number: int) -> Any:
     array = saved.arrays[number]
     wanted = {number: whole(array.shape)}
     needs = needed(layout, wanted)
-    reading = WantedArrays(saved, layout, wanted, needs, lambda array, box: np.empty(box.shape, DTYPES[array.dtype]))
+    reading = WantedArrays(
+        saved, layout, wanted, needs, lambda array, box: np.empty(box.shape, FORMAT_DTYPES[array.dtype])
+    )
     for need in needs:
         size = layout.chunk_bytes(*need)
         copies = (_chunk(held.folders[place], saved, need, size) for place in held.found.holders[need[0]])
@@ -167,8 +169,8 @@ def _chunk(folder: ShardFolder, saved: SavedCheckpoint, need: tuple[int, int], s
 
 
 def _is_right(saved: SavedCheckpoint, number: int, chunk: int, data: bytes) -> bool:
-    start = chunk * DIGEST_BYTES
-    return digest_of(data) == saved.shards[number].digests[start : start + DIGEST_BYTES]
+    start = chunk * CHUNK_DIGEST_BYTES
+    return digest_of(data) == saved.shards[number].digests[start : start + CHUNK_DIGEST_BYTES]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from covey.base.errors import MismatchError, RemoteProtocolError
-from covey.proto.shards.safetensors import DTYPES
+from covey.proto.shards.safetensors import FORMAT_DTYPES
 from covey.runtime.buffers import as_array
 from covey.wire.shards import ARRAY_NAME_LIMIT, ARRAYS_LIMIT
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-DEPTH_LIMIT: Final = 100
-_DICT, _LIST, _TUPLE, _ARRAY, _VALUE = range(5)
-_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, np.generic)
+TREE_DEPTH_LIMIT: Final = 100
+_DICT, _LIST_NODE, _TUPLE, _ARRAY_NODE, _VALUE = range(5)
+_PLAIN_TYPES: Final = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
 class Shard:
@@ -93,7 +93,9 @@ def is_array(value: Any) -> bool:
     """Tell whether a value is saved as an array."""
     if isinstance(value, Shard | np.ndarray):
         return True
-    return not isinstance(value, (*_PLAIN, type)) and (hasattr(value, "__dlpack__") or hasattr(value, "__array__"))
+    return not isinstance(value, (*_PLAIN_TYPES, type)) and (
+        hasattr(value, "__dlpack__") or hasattr(value, "__array__")
+    )
 
 
 def memory_of(value: Any) -> Array:
@@ -111,8 +113,8 @@ def memory_of(value: Any) -> Array:
         if not hasattr(value, "__array__"):
             raise
         array = np.asarray(value)
-    if DTYPES.get(array.dtype.name) != array.dtype:
-        raise TypeError(f"arrays of {array.dtype!r} cannot be saved; these can: {', '.join(DTYPES)}")
+    if FORMAT_DTYPES.get(array.dtype.name) != array.dtype:
+        raise TypeError(f"arrays of {array.dtype!r} cannot be saved; these can: {', '.join(FORMAT_DTYPES)}")
     return array
 
 
@@ -127,7 +129,7 @@ def take_apart(state: Any) -> tuple[Any, list[Leaf]]:
 
     def walk(value: Any, path: tuple[str, ...]) -> list[Any]:
         where = ".".join(path)
-        if len(path) > DEPTH_LIMIT:
+        if len(path) > TREE_DEPTH_LIMIT:
             raise TypeError("the state is nested too deeply, or contains itself")
         if is_array(value):
             name = where or "array"
@@ -139,18 +141,18 @@ def take_apart(state: Any) -> tuple[Any, list[Leaf]]:
             leaves.append(Leaf(name, value))
             if len(leaves) > ARRAYS_LIMIT:
                 raise TypeError(f"the state has more than {ARRAYS_LIMIT} arrays")
-            return [_ARRAY, len(leaves) - 1]
+            return [_ARRAY_NODE, len(leaves) - 1]
         if isinstance(value, dict):
             if wrong := [key for key in value if not isinstance(key, str | int) or isinstance(key, bool)]:
                 raise TypeError(f"the key {wrong[0]!r} of {where or 'the state'} is neither a string nor a number")
             keys = sorted(value, key=lambda key: (isinstance(key, str), key))
             return [_DICT, [[key, walk(value[key], (*path, str(key)))] for key in keys]]
         if isinstance(value, list | tuple):
-            kind = _LIST if isinstance(value, list) else _TUPLE
+            kind = _LIST_NODE if isinstance(value, list) else _TUPLE
             return [kind, [walk(each, (*path, str(number))) for number, each in enumerate(value)]]
         if isinstance(value, complex):
             return [_VALUE, np.complex128(value)]
-        if not isinstance(value, _PLAIN):
+        if not isinstance(value, _PLAIN_TYPES):
             raise TypeError(
                 f"{where or 'the state'} is a {type(value).__name__}, which cannot be saved: a state has arrays, "
                 "numbers, strings, bytes, None, dicts, lists and tuples"
@@ -168,20 +170,20 @@ def put_together(tree: Any, arrays: Sequence[Any]) -> Any:
     """
 
     def build(node: Any, depth: int) -> Any:
-        if not (isinstance(node, list) and len(node) == 2) or depth > DEPTH_LIMIT + 1:
+        if not (isinstance(node, list) and len(node) == 2) or depth > TREE_DEPTH_LIMIT + 1:
             raise RemoteProtocolError("the structure of a checkpoint is damaged")
         kind, content = node
         if kind == _VALUE:
             return content
-        if kind == _ARRAY and isinstance(content, int) and 0 <= content < len(arrays):
+        if kind == _ARRAY_NODE and isinstance(content, int) and 0 <= content < len(arrays):
             return arrays[content]
         if kind == _DICT and isinstance(content, list):
             pairs = [each for each in content if isinstance(each, list) and len(each) == 2]
             if len(pairs) == len(content) and all(isinstance(key, str | int) for key, _ in pairs):
                 return {key: build(each, depth + 1) for key, each in pairs}
-        if kind in (_LIST, _TUPLE) and isinstance(content, list):
+        if kind in (_LIST_NODE, _TUPLE) and isinstance(content, list):
             items = [build(each, depth + 1) for each in content]
-            return items if kind == _LIST else tuple(items)
+            return items if kind == _LIST_NODE else tuple(items)
         raise RemoteProtocolError("the structure of a checkpoint is damaged")
 
     return build(tree, 0)
@@ -196,7 +198,7 @@ def merged(template: Any, leaves: Sequence[Leaf], loaded: Any) -> Any:
 
     def build(node: Any, value: Any, path: tuple[str, ...]) -> Any:
         kind, content = node
-        if kind == _ARRAY:
+        if kind == _ARRAY_NODE:
             return leaves[content].value
         if kind == _VALUE:
             return value
@@ -204,9 +206,9 @@ def merged(template: Any, leaves: Sequence[Leaf], loaded: Any) -> Any:
             if lacking := [key for key, _ in content if key not in value]:
                 raise MismatchError(f"the checkpoint has no {'.'.join((*path, str(lacking[0])))!r}")
             return {key: build(each, value[key], (*path, str(key))) for key, each in content}
-        if kind in (_LIST, _TUPLE) and isinstance(value, list | tuple) and len(value) == len(content):
+        if kind in (_LIST_NODE, _TUPLE) and isinstance(value, list | tuple) and len(value) == len(content):
             items = [build(each, value[n], (*path, str(n))) for n, each in enumerate(content)]
-            return items if kind == _LIST else tuple(items)
+            return items if kind == _LIST_NODE else tuple(items)
         raise MismatchError(f"{'.'.join(path) or 'the state'} is something else in the checkpoint")
 
     return build(template, loaded, ())
@@ -219,7 +221,7 @@ def first_difference(one: Any, other: Any, names: Sequence[str] = ()) -> str:
         return ".".join(names) or "the state"
     kind, mine = one
     theirs = other[1]
-    if kind in (_VALUE, _ARRAY):
+    if kind in (_VALUE, _ARRAY_NODE):
         return "" if _same(mine, theirs) else ".".join(names) or "the state"
     if kind == _DICT:
         keys = [[key for key, _ in each] for each in (mine, theirs)]

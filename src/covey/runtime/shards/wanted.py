@@ -8,7 +8,7 @@ import numpy as np
 
 from covey.proto.shards.boxes import Box, elements, overlap
 from covey.runtime.shards.folder import digest_of
-from covey.wire.shards import CHUNK_BYTES, DIGEST_BYTES
+from covey.wire.shards import CHUNK_DIGEST_BYTES, SHARD_CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,7 @@ class WantedArrays:
                     piece = WantedPiece(self.targets[array], box, held, inner, size)
                     first, end = elements(inner, held)
                     for chunk in range(
-                        (start + first * size) // CHUNK_BYTES, (start + end * size - 1) // CHUNK_BYTES + 1
+                        (start + first * size) // SHARD_CHUNK_BYTES, (start + end * size - 1) // SHARD_CHUNK_BYTES + 1
                     ):
                         self._pieces.setdefault((shard, chunk), []).append((start, piece))
                         piece.chunks += 1
@@ -88,11 +88,11 @@ class WantedArrays:
         """Take a chunk, and return whether it is what was written."""
         shard, chunk = need
         digests = self._saved.shards[shard].digests
-        if digest_of(data) != digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
+        if digest_of(data) != digests[chunk * CHUNK_DIGEST_BYTES : (chunk + 1) * CHUNK_DIGEST_BYTES]:
             return False
         if need in self._missing:
             self._missing.discard(need)
-            content, begin = np.frombuffer(data, np.uint8), chunk * CHUNK_BYTES
+            content, begin = np.frombuffer(data, np.uint8), chunk * SHARD_CHUNK_BYTES
             for start, piece in self._pieces.pop(need):
                 memory = piece.memory
                 low, high = max(start, begin), min(start + memory.size, begin + content.size)

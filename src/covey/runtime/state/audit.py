@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     from covey.wire import messages
 
-SOURCE_BURST: Final = 8.0
-SOURCE_RATE: Final = 1 / 300
+SOURCE_ENTRIES_BURST: Final = 8.0
+SOURCE_ENTRIES_RATE: Final = 1 / 300
 """Entries a second of one event that one source can cause, after the burst."""
 STRANGERS_BURST: Final = 64.0
 MEMBERS_BURST: Final = 1024.0
-TOTAL_RATE: Final = 1 / 30
+ENTRIES_TOTAL_RATE: Final = 1 / 30
 """The same for all sources together; nodes that prove the secret have the larger burst."""
 SUMMARY_SECONDS: Final = 300.0
 """How soon the number of events without an entry of their own is written."""
@@ -41,10 +41,10 @@ GATHER_SECONDS: Final = 0.2
 """How long the thread waits for more entries before it writes."""
 PENDING_LIMIT: Final = 4096
 """Entries that wait to be written; further ones are only counted."""
-FLUSH_SECONDS: Final = 1.0
+ENTRIES_FLUSH_SECONDS: Final = 1.0
 """How long a node that leaves waits for its last entries to be written."""
 _MEMBERS: Final = frozenset({"met", "visited", "secret-received"})
-NAMES_LIMIT: Final = 16
+ENTRY_NAMES_LIMIT: Final = 16
 """Names of members in one entry."""
 
 
@@ -136,7 +136,7 @@ class Auditor:
     ) -> None:  # fmt: skip
         """Write that this node is in a generation of its run, as this rank."""
         names = [card.name for card in members]
-        listed = ", ".join(names[:NAMES_LIMIT]) + (", ..." if len(names) > NAMES_LIMIT else "")
+        listed = ", ".join(names[:ENTRY_NAMES_LIMIT]) + (", ..." if len(names) > ENTRY_NAMES_LIMIT else "")
         reason = f"rank {rank} of {len(names)}: {listed}"
         self.note("generation" if generation else "began", own, reason=reason, generation=generation)
         for card in newcomers:
@@ -159,16 +159,16 @@ class Auditor:
         self._sum_up()
 
     def flush(self) -> None:
-        """Wait until everything is written, at most FLUSH_SECONDS. Not on the control loop."""
+        """Wait until everything is written, at most ENTRIES_FLUSH_SECONDS. Not on the control loop."""
         if self._folder is not None:
-            _writer.flush(FLUSH_SECONDS)
+            _writer.flush(ENTRIES_FLUSH_SECONDS)
 
 
 class _Pace:
     """Limits how often an event that other nodes can cause is written."""
 
     def __init__(self, burst: float) -> None:
-        self._sources, self._all = Buckets(SOURCE_RATE, SOURCE_BURST), Bucket(TOTAL_RATE, burst)
+        self._sources, self._all = Buckets(SOURCE_ENTRIES_RATE, SOURCE_ENTRIES_BURST), Bucket(ENTRIES_TOTAL_RATE, burst)
         self.left_out = 0
         self._address = self._reason = ""
 
@@ -269,7 +269,7 @@ SILENT: Final = Auditor()
 
 def _at_exit() -> None:
     with contextlib.suppress(Exception):
-        _writer.flush(FLUSH_SECONDS)
+        _writer.flush(ENTRIES_FLUSH_SECONDS)
 
 
 atexit.register(_at_exit)

@@ -34,7 +34,7 @@ logger = logging.getLogger("covey")
 
 FAILURE_CHECK_EVERY: Final = 0.1
 """How often a look that waits checks whether the group has failed."""
-END_SECONDS: Final = 10.0
+SAVED_NOTE_SECONDS: Final = 10.0
 """How long the control loop may take to note that this rank has saved."""
 WAITING_LIMIT: Final = 1000
 """Requests of one process that wait for the name of their checkpoint."""
@@ -168,7 +168,7 @@ class Checkpoints:
         """
         outcome: Future[bool] = Future()
         control.soon(self._end, error, outcome)
-        if not outcome.result(END_SECONDS):
+        if not outcome.result(SAVED_NOTE_SECONDS):
             raise ConfigError("no checkpoint is pending on this rank; call end_checkpoint once after each one")
 
     # The control loop

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 UNSENT_LIMIT: Final = 1 << 16
 """Messages that wait for room on one link, besides the parts of copies: of these there may be more."""
-COPIES_LIMIT: Final = 4
+WAITING_COPIES_LIMIT: Final = 4
 """Copies that wait for room on one link; a member that has a new link gets one or two."""
 Outcome: TypeAlias = "Future[wire.Done]"
 
@@ -74,7 +74,7 @@ class _Unsent:
     @property
     def is_too_long(self) -> bool:
         """Whether more waits than a process that reads leaves waiting."""
-        return len(self._messages) - self._parts > UNSENT_LIMIT or self._copies > COPIES_LIMIT
+        return len(self._messages) - self._parts > UNSENT_LIMIT or self._copies > WAITING_COPIES_LIMIT
 
     def add(self, message: SendToReplica) -> None:
         self._messages.append(message)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.numbers import Rank
-from covey.base.text import FEW, listed_briefly, listed_ranks
+from covey.base.text import LISTED_ITEMS, listed_briefly, listed_ranks
 from covey.proto.ballot import first_record
 from covey.proto.changes import Quorum
 from covey.proto.overlay import topology_of
@@ -421,7 +421,7 @@ class Generation:
     def _name(self, ranks: Sequence[int]) -> str:
         members = self.founded.members
         names = [f"rank {rank} ({members[rank].card.host_name or members[rank].card.name})" for rank in ranks]
-        return ", ".join(names) if len(names) <= FEW else listed_briefly(names)
+        return ", ".join(names) if len(names) <= LISTED_ITEMS else listed_briefly(names)
 
     # Inputs
 

@@ -14,7 +14,7 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LOOK_EVERY: Final = 0.1
+PROCESSES_EVERY: Final = 0.1
 LOOK_CLOSELY_EVERY: Final = 0.01
 LOOK_CLOSELY_SECONDS: Final = 1.0
 """How long to look more often after a link ended: the kernel closes the files of a process before it ends it."""
@@ -95,7 +95,7 @@ class ProcessTable:
         Time in which this process itself did not run does not count as time that another process was stopped.
         """
         gap, self._looked_at = now - self._looked_at, now
-        if gap > LOOK_EVERY + LATE_TICK:
+        if gap > PROCESSES_EVERY + LATE_TICK:
             for process in self._processes.values():
                 if process.state is ProcessState.STOPPED:
                     process.changed_at = min(now, process.changed_at + gap)
@@ -113,7 +113,7 @@ class ProcessTable:
             or (process.state is ProcessState.STOPPED and not process.is_lost(now))
             for process in self._processes.values()
         )
-        return LOOK_CLOSELY_EVERY if is_close else LOOK_EVERY
+        return LOOK_CLOSELY_EVERY if is_close else PROCESSES_EVERY
 
     def vouch(self) -> messages.Vouch:
         """Return the state of all processes; of exited ones only the latest, if there are too many."""
@@ -146,7 +146,7 @@ class Rounds:
             return
         now = time.monotonic()
         if self.is_held:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY, self.look)
+            self._timer = asyncio.get_running_loop().call_later(PROCESSES_EVERY, self.look)
             return
         try:
             if self._process_table.look(now) or now >= self._tell_at:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from covey.torch.backend.async_saves import serve_async_saves
-from covey.torch.backend.devices import KINDS
+from covey.torch.backend.devices import DEVICE_KINDS
 from covey.torch.entry import NAME
 
 
@@ -65,7 +65,9 @@ class DescribedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch i
     @property
     def _device_types(self) -> list[torch.device]:
         serve_async_saves(DescribedProcessGroup)
-        return [torch.device(kind) for kind in KINDS if kind == "cpu" or torch.get_device_module(kind).is_available()]
+        return [
+            torch.device(kind) for kind in DEVICE_KINDS if kind == "cpu" or torch.get_device_module(kind).is_available()
+        ]
 
     def _get_backend(self, _device: torch.device) -> Self:
         return self

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Array = Any
 
-PIECE_BYTES: Final = 8 << 20
+DEVICE_PIECE_BYTES: Final = 8 << 20
 """Larger tensors are cut into pieces of this size: while one is on the network, the next is copied from the device and
 the last one back to it."""
 
@@ -133,7 +133,7 @@ class BlockingAdapter:
 
 STREAMED: Final = ("cuda", "xpu")
 BLOCKING: Final = ("mps",)
-KINDS: Final = ("cpu", *STREAMED, *BLOCKING)
+DEVICE_KINDS: Final = ("cpu", *STREAMED, *BLOCKING)
 """The types of devices whose tensors covey accepts."""
 
 _adapters: dict[str, DeviceAdapter | None] = {"cpu": None}
@@ -151,9 +151,10 @@ def adapter_of(tensor: torch.Tensor) -> DeviceAdapter | None:
     try:
         return _adapters[kind]
     except KeyError:
-        if kind not in KINDS:
+        if kind not in DEVICE_KINDS:
             raise TypeError(
-                f"covey does not support tensors on {tensor.device}, only on {', '.join(KINDS)}; move it there first"
+                f"covey does not support tensors on {tensor.device}, only on {', '.join(DEVICE_KINDS)}; "
+                "move it there first"
             ) from None
     adapter = StreamAdapter(kind) if kind in STREAMED else BlockingAdapter()
     return _adapters.setdefault(kind, adapter)
@@ -171,7 +172,7 @@ def any_here() -> bool:
     """Tell whether this process has a device with memory of its own."""
     if _adapters["cpu"] is not None:
         return True
-    return any(torch.get_device_module(kind).is_available() for kind in KINDS if kind != "cpu")
+    return any(torch.get_device_module(kind).is_available() for kind in DEVICE_KINDS if kind != "cpu")
 
 
 class StagedOperand(Operand):
@@ -265,9 +266,9 @@ def piece_length(tensors: Sequence[torch.Tensor]) -> int:
     """
     first = tensors[0]
     itemsize: int = first.element_size()
-    if first.numel() * itemsize <= PIECE_BYTES or any(other.numel() != first.numel() for other in tensors):
+    if first.numel() * itemsize <= DEVICE_PIECE_BYTES or any(other.numel() != first.numel() for other in tensors):
         return 0
-    return PIECE_BYTES // itemsize
+    return DEVICE_PIECE_BYTES // itemsize
 
 
 def operands_of(

@@ -30,7 +30,7 @@ COLLECTIVES: Final = (
     "allgather_coalesced", "_allgather_base", "all_gather_single", "all_gather_single_coalesced",
     "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single", "barrier",
 )  # fmt: skip
-MESSAGES: Final = ("send", "recv", "recv_anysource")
+MESSAGE_NAMES: Final = ("send", "recv", "recv_anysource")
 NAMES_IN_C: Final = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
@@ -60,7 +60,7 @@ _modes = torch._C._len_torch_dispatch_stack
 
 def visible(group: ClassT) -> ClassT:
     """Let the tools of torch see the operations of a class of process groups."""
-    for name in (*COLLECTIVES, *MESSAGES):
+    for name in (*COLLECTIVES, *MESSAGE_NAMES):
         if name in vars(group):
             setattr(group, name, _seen(name, vars(group)[name]))
     return group

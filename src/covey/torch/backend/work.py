@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from covey.runtime.work import Work
 
-IDLE_SECONDS: Final = 10.0
+IDLE_WAITER_SECONDS: Final = 10.0
 """How long an idle thread stays."""
 CALLBACKS_SECONDS: Final = 5.0
 """How long closing a group waits for running callbacks."""
@@ -167,7 +167,7 @@ class Notices:
             with self._changed:
                 self._idle += 1
                 if not self._waiting and not self._is_closing:
-                    self._changed.wait(IDLE_SECONDS)
+                    self._changed.wait(IDLE_WAITER_SECONDS)
                 self._idle -= 1
                 if not self._waiting:
                     self._threads.discard(threading.current_thread())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT_FORMAT: Final = 1
 """The format of checkpoints."""
-MANIFEST, STRUCTURE = "manifest.json", "structure.pickle"
+CHECKPOINT_MANIFEST, STRUCTURE = "manifest.json", "structure.pickle"
 STEP_NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 """A step, and the version of its checkpoint; the highest version is the current one."""
 
@@ -53,7 +53,7 @@ def versions_in(folder: Path) -> list[tuple[int, int, str]]:
 
 def complete_in(folder: Path) -> dict[int, str]:
     """Return the names of the complete checkpoints by step."""
-    return {step: name for step, _, name in versions_in(folder) if (folder / name / MANIFEST).is_file()}
+    return {step: name for step, _, name in versions_in(folder) if (folder / name / CHECKPOINT_MANIFEST).is_file()}
 
 
 def find(folder: Path, step: int | None) -> tuple[int, str]:
@@ -74,7 +74,7 @@ def write_manifest(folder: Path, step: int, files: dict[str, tuple[int, str]]) -
         "step": step,
         "files": {name: {"bytes": size, "blake2b": digest} for name, (size, digest) in files.items()},
     }
-    path = folder / MANIFEST
+    path = folder / CHECKPOINT_MANIFEST
     path.write_text(json.dumps(manifest | {"blake2b": _digest_of(manifest)}, indent=1))
     sync(path)
 
@@ -86,16 +86,16 @@ def verify(folder: Path, rank: int, size: int) -> list[tuple[str, str]]:
         ConfigError: a later release has written the checkpoint.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads((folder / CHECKPOINT_MANIFEST).read_bytes())
         check_format(int(manifest.get("format", 1)), CHECKPOINT_FORMAT)
         digest, files = manifest.pop("blake2b"), sorted(manifest["files"].items())
         intact = digest == _digest_of(manifest)
     except NewerFormatError as error:
-        raise newer_file(folder / MANIFEST, error) from None
+        raise newer_file(folder / CHECKPOINT_MANIFEST, error) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
-        return [(MANIFEST, "differs from what was written")] if rank == 0 else []
+        return [(CHECKPOINT_MANIFEST, "differs from what was written")] if rank == 0 else []
     wrong = []
     for name, saved in files[rank::size]:
         path = folder / name

@@ -23,8 +23,8 @@ from covey.torch.backend.lost import gather_rows
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-DIGEST_BYTES: Final = 6
-DIGEST_FIGURES: Final = 2 * DIGEST_BYTES
+DRIFT_DIGEST_BYTES: Final = 6
+DIGEST_FIGURES: Final = 2 * DRIFT_DIGEST_BYTES
 """Floats that hold a digest: half a byte each, plus 1, so that 0 is no digest and a float of any width is exact."""
 _SLICE: Final = 1 << 16
 """Elements that one factor stands for."""
@@ -32,7 +32,7 @@ _SLICE: Final = 1 << 16
 
 def digest(tensors: Iterable[torch.Tensor]) -> bytes:
     """Return a digest of the bits of some tensors."""
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    found = hashlib.blake2b(digest_size=DRIFT_DIGEST_BYTES)
     for tensor in tensors:
         row = tensor.detach().contiguous().view(-1).view(torch.uint8)
         bits = row.view(torch.int32) if row.numel() % 4 == 0 else row
@@ -109,7 +109,7 @@ class DriftCheck:
             return
         self.finish(name)
         counts = gradients is None or bool(gradients.any())
-        own = bytearray(digest(tensors) if counts else DIGEST_BYTES)
+        own = bytearray(digest(tensors) if counts else DRIFT_DIGEST_BYTES)
         row = torch.frombuffer(own, dtype=torch.uint8).to(tensors[0].device)
         rows, work = gather_rows(row, group)
         self._pending[name] = work, rows, f"{name} of step {call}"

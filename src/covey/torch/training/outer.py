@@ -17,9 +17,9 @@ from covey.torch.training.local_sgd import flat, parts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-MOMENTUM: Final = 0.5
+OUTER_MOMENTUM: Final = 0.5
 """Of the outer steps. It remembers two periods: with 0.9 and a period of a few dozen steps, outer steps overshoot."""
-STIFF_GAIN: Final = 2 * (1 + MOMENTUM) / ((1 - MOMENTUM) * (1 + 2 * MOMENTUM))
+STIFF_GAIN: Final = 2 * (1 + OUTER_MOMENTUM) / ((1 - OUTER_MOMENTUM) * (1 + 2 * OUTER_MOMENTUM))
 """The gain from which outer steps diverge in directions that the inner steps of one period settle (Nesterov)."""
 
 
@@ -44,7 +44,7 @@ def outer_rule(members: int) -> OuterRule:
     """
     if members <= 1:
         return OuterRule(1.0, 0.0)
-    return OuterRule((1 - MOMENTUM) * min(math.sqrt(members), STIFF_GAIN / 2), MOMENTUM)
+    return OuterRule((1 - OUTER_MOMENTUM) * min(math.sqrt(members), STIFF_GAIN / 2), OUTER_MOMENTUM)
 
 
 class OuterSteps:

@@ -28,7 +28,7 @@ logger = logging.getLogger("covey")
 
 ESTIMATE: Final = "COVEY_ESTIMATE"
 """Set by `covey estimate`: rank 0 prints all ways after the timed steps, and all ranks end."""
-WARM_UP: Final = 2
+WARM_UP_STEPS: Final = 2
 """Steps that are not counted: DDP arranges its buckets anew after the first one."""
 LEAST_STEPS: Final = 3
 MOST_STEPS: Final = 12
@@ -59,7 +59,7 @@ class StepTimes:
             self._steps.append((now - self._begun_at, (spent - self._spent) / 1e9, self._forward))
         self._first_at = self._first_at or now
         self._begun_at, self._spent = now, spent
-        counted = len(self._steps) - WARM_UP
+        counted = len(self._steps) - WARM_UP_STEPS
         if counted >= MOST_STEPS:
             self._end()
         elif counted >= LEAST_STEPS and now - self._first_at > TIMED_SECONDS and not self._is_asked:
@@ -72,7 +72,9 @@ class StepTimes:
     def _end(self) -> None:
         self.is_over = True
         if self._group.rank == 0:
-            lasted, spent, forward = (statistics.median(each) for each in zip(*self._steps[WARM_UP:], strict=True))
+            lasted, spent, forward = (
+                statistics.median(each) for each in zip(*self._steps[WARM_UP_STEPS:], strict=True)
+            )
             sent, plain = process.coded()
             report(
                 self._group,

@@ -19,7 +19,7 @@ from covey.net.discovery import interfaces as interfaces_module
 from covey.net.discovery.interfaces import (
     MOST_ADVERTISED,
     MOST_DIALLED,
-    RECENT_SECONDS,
+    RECENT_INTERFACES_SECONDS,
     Interface,
     Kind,
     advertised,
@@ -167,8 +167,8 @@ def test_the_system_is_asked_for_interfaces_twice_a_second_however_many_are_dial
         assert [each.name for each in recent_interfaces(name)] == [name]
         assert recent_interfaces("127.0.0.0/8")[0].addresses == ("127.0.0.1",)
         assert describe("127.0.0.1") == name
-    assert len(asked) <= 1 + (time.monotonic() - began) / RECENT_SECONDS
-    time.sleep(RECENT_SECONDS)
+    assert len(asked) <= 1 + (time.monotonic() - began) / RECENT_INTERFACES_SECONDS
+    time.sleep(RECENT_INTERFACES_SECONDS)
     before = len(asked)
     assert recent_interfaces() == usable_interfaces()
     assert len(asked) == before + 2
@@ -299,9 +299,9 @@ def test_where_the_system_cannot_be_asked_the_interfaces_are_those_of_before(mon
 
     monkeypatch.setattr(interfaces_module, "all_interfaces", refuse)
     seen_at, there = interfaces_module._known
-    monkeypatch.setattr(interfaces_module, "_known", (seen_at - 2 * RECENT_SECONDS, there))
+    monkeypatch.setattr(interfaces_module, "_known", (seen_at - 2 * RECENT_INTERFACES_SECONDS, there))
     assert describe("127.0.0.1") == before != ""
-    monkeypatch.setattr(interfaces_module, "_known", (-RECENT_SECONDS, []))
+    monkeypatch.setattr(interfaces_module, "_known", (-RECENT_INTERFACES_SECONDS, []))
     with pytest.raises(ConnectError, match="ulimit -n"):
         recent_interfaces()
 

@@ -19,7 +19,7 @@ def wait_for(semaphore: threading.Semaphore, count: int) -> None:
 
 
 def test_threads_are_reused_and_end_when_they_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(handlers, "IDLE_HANDLER_SECONDS", 0.05)
     threads, done, used = HandlerThreads("test reuse"), threading.Semaphore(0), set[int]()
 
     def job() -> None:

@@ -10,7 +10,8 @@ from tests.support.token_buckets import Bucket, Lines
 
 import covey
 from covey.compress.choice import Auto, Speed
-from covey.runtime.compressed.automatic import PLAIN_CALLS, REVIEWS, CodecStanding, Size, judged
+from covey.runtime.collectives.planner import TIMED_PLAIN_CALLS
+from covey.runtime.compressed.automatic import REVIEWS, CodecStanding, Size, judged
 
 if TYPE_CHECKING:
     from covey.compress.codec import Codec
@@ -29,13 +30,13 @@ def codecs_used(rate: float, burst: float, nbytes: int, pause: float, speed: Spe
         if call in REVIEWS:
             standing = judged(2, Auto(), size, standing, shortest, speeds)
             shortest = float("inf")
-        codec = standing.choice.codec if call > PLAIN_CALLS else None
+        codec = standing.choice.codec if call > TIMED_PLAIN_CALLS else None
         lines.wait(pause)
         began = lines.now
         lines.send([([line], codec.wire_bytes(size.elements) if codec is not None else nbytes)])
         lines.wait(0.0 if codec is None else nbytes / speed.encode + nbytes / speed.decode_add)
         seconds = lines.now - began + (1.0 if call == hiccup else 0.0)
-        shortest = seconds if call == PLAIN_CALLS else min(shortest, seconds)
+        shortest = seconds if call == TIMED_PLAIN_CALLS else min(shortest, seconds)
         used.append("none" if codec is None else codec.name)
     return used
 
@@ -48,7 +49,7 @@ def test_on_a_slow_line_the_codec_is_used_from_the_eighth_call_on_whatever_burst
     if burst > 4 * nbytes or pause > 0.1 * nbytes / rate:
         return  # more calls than eight pass at once, or the line has time to recover
     used = codecs_used(rate, burst, nbytes, pause, FAST)
-    assert used[:PLAIN_CALLS] == ["none"] * PLAIN_CALLS
+    assert used[:TIMED_PLAIN_CALLS] == ["none"] * TIMED_PLAIN_CALLS
     assert set(used[REVIEWS[-1] - 1 :]) == {"int8"}, used
 
 
@@ -65,6 +66,6 @@ def test_a_codec_that_lost_against_a_burst_is_taken_again() -> None:
 
 
 def test_a_codec_that_was_chosen_because_a_rank_stood_still_is_given_up() -> None:
-    used = codecs_used(1e9, 0, 1 << 20, 0.0, Speed(1e8, 1e8), hiccup=PLAIN_CALLS)
+    used = codecs_used(1e9, 0, 1 << 20, 0.0, Speed(1e8, 1e8), hiccup=TIMED_PLAIN_CALLS)
     assert "int8" in used
     assert set(used[REVIEWS[-1] - 1 :]) == {"none"}, used

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.runtime.keeper.output import LINE_LIMIT_BYTES, SILENCE, Cursor, OutputStream
+from covey.runtime.keeper.output import LINE_LIMIT_BYTES, PROMPT_SECONDS, Cursor, OutputStream
 
 
 def two_outputs() -> tuple[OutputStream, OutputStream]:
@@ -16,7 +16,7 @@ def two_outputs() -> tuple[OutputStream, OutputStream]:
 def test_a_line_is_shown_when_it_is_finished() -> None:
     first, second = two_outputs()
     assert first.feed(b"ab", now=5.0) == b""
-    assert first.show_at == 5.0 + SILENCE
+    assert first.show_at == 5.0 + PROMPT_SECONDS
     assert second.feed(b"x\ny\n", now=5.1) == b"[1] x\n[1] y\n"
     assert first.feed(b"c\nd", now=5.1) == b"[0] abc\n"
     assert first.end() == b"[0] d\n"

@@ -8,9 +8,9 @@ from covey.base.pace import PACED_KEYS_LIMIT
 from covey.runtime.links.source_limits import (
     MEMBER_BURST,
     MEMBER_RATE,
-    SOURCE_BURST,
-    SOURCE_RATE,
-    TOTAL_BURST,
+    SOURCE_CONNECTIONS_BURST,
+    SOURCE_CONNECTIONS_RATE,
+    UNPROVEN_BURST,
     SourceLimits,
     source_of,
 )
@@ -23,16 +23,16 @@ def come(arrivals: SourceLimits, ip: str, times: float, now: float = 0.0, *, is_
 
 def test_a_source_has_a_burst_and_a_rate_and_another_source_has_its_own() -> None:
     arrivals = SourceLimits()
-    assert come(arrivals, "10.0.0.1", 2 * SOURCE_BURST) == SOURCE_BURST
-    assert arrivals.refused == SOURCE_BURST
+    assert come(arrivals, "10.0.0.1", 2 * SOURCE_CONNECTIONS_BURST) == SOURCE_CONNECTIONS_BURST
+    assert arrivals.refused == SOURCE_CONNECTIONS_BURST
     assert come(arrivals, "10.0.0.2", 5) == 5
-    assert come(arrivals, "10.0.0.1", 1000, now=1.0) == SOURCE_RATE
+    assert come(arrivals, "10.0.0.1", 1000, now=1.0) == SOURCE_CONNECTIONS_RATE
 
 
 def test_an_ipv6_source_is_its_network_of_64_bits() -> None:
     arrivals = SourceLimits()
-    came = sum(come(arrivals, f"2001:db8:0:1::{number:x}", 1) for number in range(1, 2 * int(SOURCE_BURST)))
-    assert came == SOURCE_BURST
+    came = sum(come(arrivals, f"2001:db8:0:1::{number:x}", 1) for number in range(1, 2 * int(SOURCE_CONNECTIONS_BURST)))
+    assert came == SOURCE_CONNECTIONS_BURST
     assert come(arrivals, "2001:db8:0:2::1", 1) == 1
     assert source_of("fe80::1%eth0") == source_of("fe80::2") == "fe80::"
     assert source_of("no address: at all") == "no address: at all"
@@ -40,18 +40,18 @@ def test_an_ipv6_source_is_its_network_of_64_bits() -> None:
 
 def test_a_dialler_that_proves_the_key_is_not_counted() -> None:
     arrivals = SourceLimits()
-    for _ in range(10 * int(TOTAL_BURST)):
+    for _ in range(10 * int(UNPROVEN_BURST)):
         arrival = arrivals.come("10.0.0.1", 0.0, is_member=False)
         assert arrival is not None
         arrival.proved_key()
         arrival.proved_key()
-    assert come(arrivals, "10.0.0.1", 2 * SOURCE_BURST) == SOURCE_BURST
+    assert come(arrivals, "10.0.0.1", 2 * SOURCE_CONNECTIONS_BURST) == SOURCE_CONNECTIONS_BURST
 
 
 def test_many_sources_share_a_total_and_members_are_not_in_it() -> None:
     arrivals = SourceLimits()
-    came = sum(come(arrivals, f"2001:db8:0:{number:x}::1", 1) for number in range(3 * int(TOTAL_BURST)))
-    assert came == TOTAL_BURST
+    came = sum(come(arrivals, f"2001:db8:0:{number:x}::1", 1) for number in range(3 * int(UNPROVEN_BURST)))
+    assert came == UNPROVEN_BURST
     assert come(arrivals, "10.0.0.9", 1) == 0
     assert come(arrivals, "10.0.0.9", 2 * MEMBER_BURST, is_member=True) == MEMBER_BURST
     assert come(arrivals, "10.0.0.9", 10_000, now=1.0, is_member=True) == MEMBER_RATE
@@ -59,7 +59,7 @@ def test_many_sources_share_a_total_and_members_are_not_in_it() -> None:
 
 def test_a_members_address_is_a_source_of_its_own_on_a_network_where_all_begin_alike() -> None:
     arrivals = SourceLimits()
-    assert come(arrivals, "2001:db8:0:1::bad", 1000) == SOURCE_BURST
+    assert come(arrivals, "2001:db8:0:1::bad", 1000) == SOURCE_CONNECTIONS_BURST
     assert come(arrivals, "2001:db8:0:1::5", 1, is_member=True) == 1
 
 

@@ -11,7 +11,13 @@ from tests.support.waiting import DEADLINE
 
 import covey
 from covey.runtime.joining.node import node_of
-from covey.runtime.metrics.inspection import BURST, TOTAL_BURST, PacedAnswers, answer, answer_keeper
+from covey.runtime.metrics.inspection import (
+    INSPECTIONS_BURST,
+    INSPECTIONS_TOTAL_BURST,
+    PacedAnswers,
+    answer,
+    answer_keeper,
+)
 from covey.runtime.metrics.samples import samples
 from covey.runtime.peers.peer_table import Inbox
 from covey.testing.threads import run_threads
@@ -108,8 +114,8 @@ def told_to(answers: PacedAnswers, question: messages.Inspect, key: bytes) -> me
 
 def test_a_key_that_asks_too_often_is_told_nothing_and_others_are() -> None:
     answers = PacedAnswers()
-    told = [told_to(answers, METRICS, b"a").pages for _ in range(int(BURST) + 30)]
-    assert told[: int(BURST)] == [1] * int(BURST)
+    told = [told_to(answers, METRICS, b"a").pages for _ in range(int(INSPECTIONS_BURST) + 30)]
+    assert told[: int(INSPECTIONS_BURST)] == [1] * int(INSPECTIONS_BURST)
     assert told[-1] == 0 or sum(told) < len(told)
     assert told_to(answers, METRICS, b"b").pages == 1
 
@@ -118,7 +124,7 @@ def test_many_keys_together_are_told_a_few_times_a_second(monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     answers = PacedAnswers()
     told = [told_to(answers, METRICS, bytes([key])).pages for key in range(200)]
-    assert sum(told) == TOTAL_BURST
+    assert sum(told) == INSPECTIONS_TOTAL_BURST
 
 
 def test_ranks_of_one_machine_do_not_answer_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

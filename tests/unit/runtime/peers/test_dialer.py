@@ -43,8 +43,8 @@ class _Dialer(Dialer):
 
 def test_the_next_attempt_does_not_wait_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address_race, "NEXT_SECONDS", 0.001)
-    monkeypatch.setattr(redial_module, "PAUSES", Growing(0.001, 0.001))
-    monkeypatch.setattr(address_race, "ATTEMPT_SECONDS", 60.0)
+    monkeypatch.setattr(redial_module, "NODE_DIAL_PAUSES", Growing(0.001, 0.001))
+    monkeypatch.setattr(address_race, "DIAL_ATTEMPT_SECONDS", 60.0)
     node = _Dialer(hanging=ATTEMPTS_AT_ONCE - 1)
 
     async def work() -> None:
@@ -57,8 +57,8 @@ def test_the_next_attempt_does_not_wait_for_one_that_hangs(monkeypatch: pytest.M
 
 def test_attempts_that_hang_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address_race, "NEXT_SECONDS", 0.001)
-    monkeypatch.setattr(redial_module, "PAUSES", Growing(0.001, 0.001))
-    monkeypatch.setattr(address_race, "ATTEMPT_SECONDS", 0.02)
+    monkeypatch.setattr(redial_module, "NODE_DIAL_PAUSES", Growing(0.001, 0.001))
+    monkeypatch.setattr(address_race, "DIAL_ATTEMPT_SECONDS", 0.02)
     node = _Dialer(hanging=3 * ATTEMPTS_AT_ONCE)
     asyncio.run(asyncio.wait_for(node.redial(CONTACT, lambda: not node.is_linked), 30))
     assert node.most <= ATTEMPTS_AT_ONCE

@@ -8,12 +8,12 @@ import pytest
 
 from covey.runtime.peers.hints import (
     HINT_CHECK_EVERY,
+    HINT_TRIES,
+    HINT_WAIT_SECONDS,
     HINTS_LIMIT,
     NAP_SECONDS,
     NAPS,
     SELDOM_SECONDS,
-    TRIES,
-    WAIT_SECONDS,
     Hint,
     Hints,
     Origin,
@@ -48,7 +48,7 @@ def test_a_hint_that_leads_nowhere_is_tried_with_growing_pauses_and_then_no_more
     hints.add(hint(), Origin.MULTICAST, 0.0)
     tried = play(hints, 1000.0)
     pauses = [later - earlier for earlier, later in itertools.pairwise(tried)]
-    assert len(tried) == TRIES
+    assert len(tried) == HINT_TRIES
     assert pauses == sorted(pauses)
     assert pauses[0] >= 1.0
     assert pauses[-1] <= SELDOM_SECONDS
@@ -86,14 +86,14 @@ def test_what_a_member_told_of_is_tried_again_after_a_nap_a_bounded_number_of_ti
     hints = Hints()
     hints.add(hint(), Origin.MEMBER, 0.0)
     tried = play(hints, 2 * NAPS * NAP_SECONDS, every=5.0)
-    assert len(tried) == TRIES + NAPS
+    assert len(tried) == HINT_TRIES + NAPS
 
 
 def test_what_this_host_knows_is_never_given_up_and_seldom_tried() -> None:
     hints = Hints()
     hints.add(hint(), Origin.HOST, 0.0)
     tried = play(hints, 600.0, repeats=Origin.HOST)
-    assert 600 / SELDOM_SECONDS <= len(tried) <= TRIES + 600 / SELDOM_SECONDS
+    assert 600 / SELDOM_SECONDS <= len(tried) <= HINT_TRIES + 600 / SELDOM_SECONDS
 
 
 def test_a_node_that_is_met_is_not_tried_and_one_that_is_lost_is_tried_like_a_new_one() -> None:
@@ -165,8 +165,8 @@ def test_a_hint_waits_for_a_while_if_another_one_of_the_same_node_is_dialled() -
         hints.add(each, Origin.MULTICAST, 0.0)
     assert hints.due(0.0, 100, nobody_is_met) == [near, far, stranger]
     dialled = {near, far, stranger}
-    assert hints.due(WAIT_SECONDS - 0.1, 100, nobody_is_met, dialled) == []
-    assert hints.due(WAIT_SECONDS + HINT_CHECK_EVERY, 100, nobody_is_met, dialled) == [
+    assert hints.due(HINT_WAIT_SECONDS - 0.1, 100, nobody_is_met, dialled) == []
+    assert hints.due(HINT_WAIT_SECONDS + HINT_CHECK_EVERY, 100, nobody_is_met, dialled) == [
         known
     ]  # though they are still dialled
 

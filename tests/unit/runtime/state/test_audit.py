@@ -19,7 +19,14 @@ from covey.net.audit import audit_reader
 from covey.net.host.locks import only_one
 from covey.runtime.links.acceptor import TurnedAwayError
 from covey.runtime.state import audit as audit_module
-from covey.runtime.state.audit import MEMBERS_BURST, PENDING_LIMIT, SILENT, SOURCE_BURST, STRANGERS_BURST, Auditor
+from covey.runtime.state.audit import (
+    MEMBERS_BURST,
+    PENDING_LIMIT,
+    SILENT,
+    SOURCE_ENTRIES_BURST,
+    STRANGERS_BURST,
+    Auditor,
+)
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -32,7 +39,7 @@ SOURCE = Path(__file__).parents[3] / "src"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COVEY_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(audit_module, "_writer", audit_module._Writer())
-    monkeypatch.setattr(audit_module, "FLUSH_SECONDS", DEADLINE)
+    monkeypatch.setattr(audit_module, "ENTRIES_FLUSH_SECONDS", DEADLINE)
     return tmp_path / "home"
 
 
@@ -85,7 +92,7 @@ def test_a_flood_of_one_stranger_is_a_few_entries_and_their_number_is_kept() -> 
     on_a_loop(flood)
     auditor.flush()
     found = list(audit_reader.entries())
-    assert len(found) == SOURCE_BURST + 2
+    assert len(found) == SOURCE_ENTRIES_BURST + 2
     assert sum(entry.count for entry in found) == 50_001
     assert [entry.address for entry in found] == [*["10.0.0.66"] * 8, "10.0.0.7", "10.0.0.66"]
     assert all(entry.event == "refused" and entry.reason.startswith("secret: ") for entry in found)

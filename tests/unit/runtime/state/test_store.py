@@ -98,7 +98,7 @@ def test_a_process_that_reads_nothing_and_for_which_too_much_waits_loses_its_lin
 
 def test_a_process_that_asks_for_copies_and_reads_none_loses_its_link(links: Links) -> None:
     links.meet()
-    for _ in range(store.COPIES_LIMIT):
+    for _ in range(store.WAITING_COPIES_LIMIT):
         assert not links.is_aborted
         links.hear(wire.Last(TOGETHER, NO_COPY))
     assert links.is_aborted

@@ -12,7 +12,7 @@ from covey.proto.health import STOPPED_SILENCE, ProcessState
 from covey.runtime.views import process_table as process_table_module
 from covey.runtime.views.process_table import (
     LOOK_CLOSELY_EVERY,
-    LOOK_EVERY,
+    PROCESSES_EVERY,
     PROCESSES_LIMIT,
     REMEMBERED_SECONDS,
     ProcessStatus,
@@ -97,10 +97,10 @@ def test_of_too_many_the_living_are_told_first_and_then_the_latest(gone: int) ->
 def test_a_process_whose_link_ended_is_looked_at_more_often_for_a_moment() -> None:
     process_table = ProcessTable()
     status = process_table.watch(card(1), 0.0)
-    assert process_table.look_again_in(0.0) == LOOK_EVERY
+    assert process_table.look_again_in(0.0) == PROCESSES_EVERY
     process_table.watch_closely(status, 0.0)
     assert process_table.look_again_in(0.9) == LOOK_CLOSELY_EVERY
-    assert process_table.look_again_in(1.1) == LOOK_EVERY
+    assert process_table.look_again_in(1.1) == PROCESSES_EVERY
 
 
 def test_a_process_is_not_taken_to_be_dead_because_the_kernel_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from covey.runtime.group.group import Group
 
-PING, TRY, STREAM, END = range(4)
+PING, TRY, STREAM, END_ORDER = range(4)
 """Orders: answer; take so many bytes and answer; take pieces of so many bytes up to the marked one, and answer."""
 MORE, LAST = 0, 1
 """The first byte of each piece of a stream."""
@@ -180,7 +180,7 @@ class Sender:
 
     def end(self) -> None:
         """Let the receiver return."""
-        self._tell(END)
+        self._tell(END_ORDER)
 
     def _tell(self, order: int, nbytes: int = 0) -> None:
         self._order[:] = order, nbytes
@@ -203,7 +203,7 @@ def follow(group: Group) -> None:
     while True:
         group.broadcast(order, root=root)
         what, nbytes = map(int, order)
-        if what == END:
+        if what == END_ORDER:
             return
         answer[0] = 0 if what == PING else _take(group, root, _piece(space, what, nbytes), is_row=what == STREAM)
         group.broadcast(answer, root=group.rank)

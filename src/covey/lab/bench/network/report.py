@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LABEL_WIDTH: Final = 18
 """The most characters of a rank with the name of its machine."""
-FAST_SHARE, SLOW_SHARE = 0.5, 0.1
+FAST_SHARE, SLOW_LINK_SHARE = 0.5, 0.1
 """A link of at least this share of the best one is green, or yellow; a slower one is red."""
 NETWORK_FORMAT: Final = 1
 """Version of the JSON layout."""
@@ -76,7 +76,7 @@ def _shortened(label: str) -> str:
 
 
 def _style(share: float) -> str:
-    return "green" if share >= FAST_SHARE else "yellow" if share >= SLOW_SHARE else "red"
+    return "green" if share >= FAST_SHARE else "yellow" if share >= SLOW_LINK_SHARE else "red"
 
 
 def bits(bytes_per_second: float) -> str:

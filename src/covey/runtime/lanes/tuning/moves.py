@@ -18,7 +18,7 @@ import logging
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.base.pace import Growing
 from covey.net.lanes.stream import is_striped
 from covey.runtime import loop as control
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-TRIES: Final = 20
+MOVE_TRIES: Final = 20
 """Proposals for one lane. The other end may be ahead, by more operations each time."""
-PAUSES: Final = Growing(0.1, 1.0)
+PROPOSAL_PAUSES: Final = Growing(0.1, 1.0)
 """Before a proposal that was refused is made again."""
 RETIRE_CHECK_EVERY: Final = 0.5
 """How often an end that has switched looks whether the other end has, too."""
@@ -83,7 +83,7 @@ class LaneMoves:
         for key, future in self._table.of_peer(peer):
             replacement = key._replace(purpose=REPLACEMENT)
             is_open = key.purpose == "collectives" and future.done() and future.exception() is None
-            if not is_open or not KINDS[future.result().kind].can_spread or is_striped(future.result()):
+            if not is_open or not LANE_KINDS[future.result().kind].can_spread or is_striped(future.result()):
                 continue
             if self._table.get(replacement) is None:
                 self._want(replacement)
@@ -126,7 +126,7 @@ class LaneMoves:
                 self._dialler.replace(key)
             elif self._is_resuming(future.result()):
                 continue  # its streams find another path by themselves
-            elif key.purpose == "collectives" and KINDS[future.result().kind].is_of_network:
+            elif key.purpose == "collectives" and LANE_KINDS[future.result().kind].is_of_network:
                 if self._table.get(replacement) is not None:
                     self._again.add(replacement)
                 else:
@@ -187,11 +187,13 @@ class LaneMoves:
             return
         if group is not None:
             group.settle_switch(seat, key.attempt, None)
-        if tries >= TRIES or future is None or not future.done() or future.exception() is not None:
+        if tries >= MOVE_TRIES or future is None or not future.done() or future.exception() is not None:
             self._drop(key)
             return
         least = max(sequence + 1, message.begun + 2**tries)
-        asyncio.get_running_loop().call_later(PAUSES.after(tries), self._propose_again, key, future, least, tries + 1)
+        asyncio.get_running_loop().call_later(
+            PROPOSAL_PAUSES.after(tries), self._propose_again, key, future, least, tries + 1
+        )
 
     def _propose_again(self, key: LaneKey, future: Future[Any], least: int, tries: int) -> None:
         if self._table.get(key) is future and not self._tasks.is_closing:

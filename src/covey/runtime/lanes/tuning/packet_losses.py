@@ -30,7 +30,7 @@ LEAST_PACKETS: Final = 500
 """Smallest sample, in packets, from which a loss rate is computed."""
 LOSSY: Final = 0.005
 """A path that loses this share of its packets, or more, is a lossy one."""
-MOST_ADDRESSES: Final = 1024
+LOSSY_ADDRESSES: Final = 1024
 """Addresses that are remembered as lossy; then all are forgotten."""
 
 
@@ -82,7 +82,7 @@ class PacketLosses:
         lost, watched.packets = sent.lost_since(watched.packets), sent
         if lost < LOSSY:
             return True
-        if len(self._lossy) >= MOST_ADDRESSES:
+        if len(self._lossy) >= LOSSY_ADDRESSES:
             self._lossy.clear()
         self._lossy.add(watched.address)
         if tcp.use_bbr(sock):

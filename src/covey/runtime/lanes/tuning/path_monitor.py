@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, ConnectError
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.net.host import tcp
 from covey.net.lanes.stream import is_resumable
 from covey.runtime.lanes.tuning.path_choice import MoveReason, PathChoice, Quality
@@ -165,7 +165,7 @@ class PathMonitor:
         A send returns when the kernel has the message, and the program may then wait for the rank that waits for it.
         """
         for key, lane in self._table.open_lanes("collectives"):
-            if KINDS[lane.kind].is_of_network and not is_resumable(lane) and lane.is_stuck():
+            if LANE_KINDS[lane.kind].is_of_network and not is_resumable(lane) and lane.is_stuck():
                 self.stuck(key.peer)
                 if (group := self._groups.get(key.group)) is not None:
                     group.lane_stuck(key.peer, key.attempt)

@@ -14,7 +14,7 @@ from covey.runtime.lanes.tuning.urgency import Urgency
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LEAST_SHARE: Final = 0.1
+LEAST_TENSOR_SHARE: Final = 0.1
 """What tensors have of the limit at least, however much is to be made up for: they would stand still without it."""
 PARTS_SHARE: Final = 0.8
 """What parts of large calls have of the limit while tensors are sent, too."""
@@ -58,4 +58,4 @@ class RateBudget:
     def available(self, limit: float, moved: int, seconds: float) -> float:
         """Return the bytes a second that are available after `moved` bytes in the last `seconds`."""
         self._excess = max(-limit * self._repay_seconds, self._excess + moved - limit * seconds)
-        return min(limit, max(LEAST_SHARE * limit, limit - self._excess / self._repay_seconds))
+        return min(limit, max(LEAST_TENSOR_SHARE * limit, limit - self._excess / self._repay_seconds))

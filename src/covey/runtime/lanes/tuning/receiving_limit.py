@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.tasks import Tasks
 
-DIVIDE_SECONDS: Final = 0.1
+RECEIVING_DIVIDE_SECONDS: Final = 0.1
 """How often the limit is divided anew. A new share has to reach the peer, so more often would not help."""
-REPAY_SECONDS: Final = 0.5
+RECEIVING_REPAY_SECONDS: Final = 0.5
 """In how much time peers make up for what they sent too much."""
 WORTH_TELLING: Final = 0.1
 """The change of a share, as a part of it, that a peer is told of."""
@@ -65,8 +65,8 @@ class ReceivingLimit:
         """`limit` is the setting."""
         self._limit, self._peers = limit, peers
         self._senders: dict[Seat, _Sender] = {}
-        self._budget = RateBudget(REPAY_SECONDS)
-        self._dividing = Recurring(tasks.spawn, DIVIDE_SECONDS, self._divide, is_needed=lambda: self._senders)
+        self._budget = RateBudget(RECEIVING_REPAY_SECONDS)
+        self._dividing = Recurring(tasks.spawn, RECEIVING_DIVIDE_SECONDS, self._divide, is_needed=lambda: self._senders)
 
     def watch(self, socks: Sequence[socket.socket], peer: Seat) -> None:
         """Count what a peer sends over the connections of a lane, until they are closed."""

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.tasks import Tasks
 
-DIVIDE_SECONDS: Final = 0.05
+SENDING_DIVIDE_SECONDS: Final = 0.05
 """How often the limit is divided anew: a connection that begins to send waits about that long for its share."""
-REPAY_SECONDS: Final = 0.25
+SENDING_REPAY_SECONDS: Final = 0.25
 """In how much time the connections make up for what they sent too much: the kernel sends at least two packets at once,
 which is much for a slow connection."""
 PAYLOAD_SHARE: Final = 0.95
@@ -67,8 +67,8 @@ class SendingLimit:
         self._limit, self._peers, self._urgency, self._paced = limit, peers, urgency, list[_Paced]()
         self._allowed: dict[Seat, int] = {}
         """Bytes a second that peers take."""
-        self._budget = RateBudget(REPAY_SECONDS)
-        self._dividing = Recurring(tasks.spawn, DIVIDE_SECONDS, self._divide, is_needed=lambda: self._paced)
+        self._budget = RateBudget(SENDING_REPAY_SECONDS)
+        self._dividing = Recurring(tasks.spawn, SENDING_DIVIDE_SECONDS, self._divide, is_needed=lambda: self._paced)
         if limit and not tcp.can_pace():
             raise ConfigError("limit= needs Linux, which spaces out what is sent; this system has no means for it")
 

@@ -27,7 +27,7 @@ WINDOW_BYTES: Final = 1 << 20
 WINDOW_SECONDS: Final = 0.75
 """Bytes that a lane sends, and seconds in which it is sending, before a speed is taken from them: a busy lane has one
 at each look of the path monitor."""
-LEAST_SHARE: Final = 0.1
+LEAST_SENDING_SHARE: Final = 0.1
 """The share of the time in which a lane must be sending: one that is hardly used has nothing to gain."""
 
 
@@ -47,7 +47,7 @@ class SpeedWindow:
         if is_known and (sent - self._sent < WINDOW_BYTES or seconds < WINDOW_SECONDS):
             return None
         speed = (sent - self._sent) / seconds if is_known else None
-        is_hardly_used = seconds < LEAST_SHARE * (now - self._since)
+        is_hardly_used = seconds < LEAST_SENDING_SHARE * (now - self._since)
         self._sent, self._busy, self._since = sent, list(busy), now
         return None if is_hardly_used else speed
 

@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.base.settings import STREAMS_LIMIT
 from covey.net.host import descriptors, tcp
 from covey.net.lanes.stream import is_striped
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
     from covey.runtime.peers.remote_process import RemoteProcess
 
-FAR_SECONDS: Final = 0.002
+FAR_ROUND_TRIP: Final = 0.002
 """The shortest round trip at which streams are tried: below, a single one waits for the processor and not for
 acknowledgements."""
-ASK_AGAIN_SECONDS: Final = 30.0
+REPLACEMENT_SECONDS: Final = 30.0
 """How long after a failure a replacement is asked for again: the link may have been gone for a moment."""
 
 
@@ -50,7 +50,7 @@ class _PeerStreams(NamedTuple):
 
 def may_try_streams(config: GroupConfig) -> bool:
     """Tell whether more streams may be tried: not with a set number, nor with a limit, which they would share."""
-    kind = KINDS.get(config.lanes)
+    kind = LANE_KINDS.get(config.lanes)
     is_free = config.streams == "auto" and not config.limit and (kind is None or kind.can_spread)
     return is_free and sys.platform == "linux"
 
@@ -91,7 +91,7 @@ class StreamTrials:
             return
         lanes: dict[Seat, list[tuple[LaneKey, Any]]] = {peer.seat: [] for peer in peers}
         for key, lane in self._table.open_lanes("collectives"):
-            if key.peer in lanes and KINDS[lane.kind].can_spread and not is_striped(lane) and _is_far(lane):
+            if key.peer in lanes and LANE_KINDS[lane.kind].can_spread and not is_striped(lane) and _is_far(lane):
                 lanes[key.peer].append((key, lane))
         for peer in peers:
             if lanes[peer.seat]:
@@ -138,7 +138,7 @@ class StreamTrials:
         asked, when = self._asked.get(lane, (0, 0.0))
         if moves.is_replacing(key):
             return
-        if asked == count and now < when + ASK_AGAIN_SECONDS:
+        if asked == count and now < when + REPLACEMENT_SECONDS:
             choice.refused(now)  # if it is a trial
             return
         if count > len(lane.sockets()) and count > descriptors.left() // 2:  # the program needs some, too
@@ -151,4 +151,4 @@ class StreamTrials:
 def _is_far(lane: Any) -> bool:
     """Tell whether acknowledgements take so long that a stream may wait for them."""
     facts = tcp.path_facts(lane.sockets()[0])
-    return facts is not None and facts.round_trip >= FAR_SECONDS
+    return facts is not None and facts.round_trip >= FAR_ROUND_TRIP

@@ -16,9 +16,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.lane_kinds import KINDS
+from covey.base.lane_kinds import LANE_KINDS
 from covey.net.host import tcp
 from covey.net.lanes.stream import is_striped
+from covey.runtime.lanes.tuning.path_monitor import TRIAL_BYTES, TRIAL_SECONDS
 from covey.runtime.lanes.tuning.trials import LaneTrial, Rests, TrialVerdict
 from covey.runtime.links.sockets import RelayedWay
 
@@ -34,15 +35,13 @@ if TYPE_CHECKING:
     from covey.runtime.peers.peer_table import PeerTable, Routes
     from covey.runtime.peers.remote_process import RemoteProcess
 
-LEAST_BYTES: Final = 8 << 20
+LEAST_STRIPED_BYTES: Final = 8 << 20
 """A lane is worth several networks if it has sent so much."""
 JUDGED_BYTES: Final = 32 << 20
 """What a lane over several networks sends before it is compared with the one before."""
-LEAST_SHARE: Final = 0.2
+LEAST_NETWORK_SHARE: Final = 0.2
 """A network is used if it carries so much of what the lane does on the best one: less is not worth its delays."""
 MOST_NETWORKS: Final = 4
-TRIAL_BYTES: Final = 1 << 20
-TRIAL_SECONDS: Final = 0.3
 WIRELESS: Final = 2
 """The place of Wi-Fi in the order of interfaces. What follows, such as a VPN, sends over one of the others."""
 GONE_LOOKS: Final = 2
@@ -70,8 +69,8 @@ def worth_using(used: Where, speed: float, tried: Mapping[Where, float]) -> list
     the others. If `used` is none of them, the fastest comes first.
     """
     best = max(speed, *tried.values())
-    good = [way for way, each in tried.items() if each >= LEAST_SHARE * best]
-    if speed >= LEAST_SHARE * best:
+    good = [way for way, each in tried.items() if each >= LEAST_NETWORK_SHARE * best]
+    if speed >= LEAST_NETWORK_SHARE * best:
         return [used, *good]
     return sorted(good, key=lambda way: -tried[way])
 
@@ -135,11 +134,15 @@ class Stripes:
             for key, future in self._table.of_peer(peer.seat)
             if key.purpose == "collectives" and future.done() and future.exception() is None
         ]
-        lanes = [lane for lane in lanes if KINDS[lane.kind].can_spread]
+        lanes = [lane for lane in lanes if LANE_KINDS[lane.kind].can_spread]
         if state.ways:
             self._review(peer, state, [lane for lane in lanes if is_striped(lane)], seen)
         busy = [
-            speed for lane in lanes if not is_striped(lane) for sent, speed in [sending(lane)] if sent >= LEAST_BYTES
+            speed
+            for lane in lanes
+            if not is_striped(lane)
+            for sent, speed in [sending(lane)]
+            if sent >= LEAST_STRIPED_BYTES
         ]
         if not busy or not state.rests.is_over(time.monotonic()):
             return None

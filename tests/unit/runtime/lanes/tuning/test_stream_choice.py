@@ -11,7 +11,7 @@ from tests.support.in_turn import in_turn
 from covey.base.settings import STREAMS_LIMIT
 from covey.runtime.lanes.tuning.stream_choice import (
     LEAST_GROWTH,
-    LEAST_SHARE,
+    LEAST_SENDING_SHARE,
     LOOKS,
     WINDOW_BYTES,
     WINDOW_SECONDS,
@@ -166,7 +166,7 @@ def test_a_speed_is_that_of_the_busiest_stream_and_needs_bytes_and_time() -> Non
 def test_a_lane_that_is_hardly_used_has_no_speed() -> None:
     window = SpeedWindow()
     window.take(0, [0.0], 0.0)
-    seconds = 2 * WINDOW_SECONDS / LEAST_SHARE
+    seconds = 2 * WINDOW_SECONDS / LEAST_SENDING_SHARE
     assert window.take(4 * WINDOW_BYTES, [WINDOW_SECONDS], seconds) is None
     assert (
         window.take(8 * WINDOW_BYTES, [2 * WINDOW_SECONDS], seconds + WINDOW_SECONDS)
