@@ -151,6 +151,26 @@ def test_lines_carry_their_rank_and_keep_their_order(covey_run, script) -> None:
     assert len(out.splitlines()) == len(err.splitlines()) == 9000
 
 
+def test_programs_read_the_output_and_the_events_of_a_run_as_lines_of_json(covey_run, script) -> None:
+    body = "print('one of', rank); print('error', file=sys.stderr, end=''); sys.exit(3 * rank)"
+    run = covey_run("-n", "2", "--json", "--solo", script(body))
+    code, out, err = run.finish()
+    assert (code, err) == (3, "")
+    events = [json.loads(line) for line in out.splitlines()]
+    assert {event["machine"] for event in events} == {os.uname().nodename.partition(".")[0]}
+    printed = sorted((each["rank"], each["stream"], each["text"]) for each in events if each["event"] == "output")
+    assert printed == [(rank, *each) for rank in (0, 1) for each in (("stderr", "error"), ("stdout", f"one of {rank}"))]
+    exits = {event["process"]: event["code"] for event in events if event["event"] == "exited"}
+    assert exits == {0: 0, 1: 3}
+    assert [event["process"] for event in events if event["event"] == "started"] == [0, 1]
+    assert any(event["event"] == "note" and "rank 1 failed with exit code 3" in event["text"] for event in events)
+    assert (events[-1]["event"], events[-1]["code"], events[-1]["reason"]) == (
+        "ended",
+        3,
+        "rank 1 failed with exit code 3",
+    )
+
+
 def test_a_rank_is_told_its_place_and_a_secret_token(covey_run, script, runtime) -> None:
     job = script("""
         import json

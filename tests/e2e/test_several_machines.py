@@ -159,13 +159,17 @@ def test_ctrl_c_reaches_all_ranks(town: Town) -> None:
     code, out, err = end(terminal)
     assert code == 130, err
     assert len(lines_with(out, "interrupted")) == 2
-    assert "Stopping… press Ctrl-C again to kill" in err
+    assert err.count("Stopping…") == 1, err
+    last = json.loads(town.desk.covey("history", "--json").stdout)[-1]
+    assert (last["ranks"], last["code"], last["reason"]) == (2, 130, "stopped by SIGINT")
+    assert last["machines"] == sorted(town.names.values())
 
 
 def test_a_detached_run_is_listed_followed_and_stopped_from_any_machine(town: Town) -> None:
-    begun = town.desk.covey("run", "my-run", "--on", "all", "--detach", "train.py", "wait")
+    begun = town.desk.covey("run", "my-run", "--on", "all", "--detach", "--json", "train.py", "wait")
     assert begun.returncode == 0, begun.stderr
-    assert "run 'my-run' has been started on" in begun.stdout
+    *_, said = map(json.loads, begun.stdout.splitlines())
+    assert (said["event"], said["run"], sorted(said["machines"])) == ("started", "my-run", sorted(town.names.values()))
     busy = town.desk.covey("run", "my-run", "--on", "all", "train.py")
     assert busy.returncode == 2
     assert busy.stderr.count("run 'my-run' runs here already; `covey stop my-run`") == 2
@@ -178,9 +182,10 @@ def test_a_detached_run_is_listed_followed_and_stopped_from_any_machine(town: To
     follower = town.south.start("-m", "covey", "logs", "my-run", "-f")
     seen = [pipes.stdout(follower).readline() for _ in range(2)]
     assert all("of 2 sum 11" in line for line in seen), (seen, pipes.stderr(follower).read())
-    stopped = town.south.covey("stop", "my-run")
+    stopped = town.south.covey("stop", "my-run", "--json")
     assert stopped.returncode == 0, stopped.stderr
-    assert "'my-run' has ended on" in stopped.stdout
+    ended = json.loads(stopped.stdout)
+    assert (ended["run"], sorted(ended["ended_on"])) == ("my-run", sorted(town.names.values()))
     code, _, err = end(follower)
     assert code == 0, err
     table = town.desk.covey("ps", "--all").stdout
@@ -194,25 +199,33 @@ def test_a_detached_run_is_listed_followed_and_stopped_from_any_machine(town: To
 
 def test_only_an_allowed_machine_may_start_programs_and_every_start_is_in_the_audit_log(town: Town) -> None:
     west = town.lab.machine("west", "home", KEY)
-    agent = west.start("-m", "covey", "up")
-    name = ready(agent)
-    unknown = town.desk.covey("run", "--on", name, "train.py")
-    assert unknown.returncode == 2, unknown.stderr
-    assert f"this machine has never sent files to {name} (" in unknown.stderr
-    assert "there is no terminal to ask on; add --yes" in " ".join(unknown.stderr.split())
-    refused = town.desk.covey("run", "--on", name, "--yes", "train.py")
-    assert refused.returncode == 1, refused.stderr
-    asked = re.search(rf"may not use {name}: there, add --allow (\w{{52}}) to `covey up`", refused.stderr)
+    agent = west.start("-m", "covey", "up", "--json")
+    up = json.loads(pipes.stdout(agent).readline())
+    name = up["machine"]
+    assert (up["event"], up["cluster"], up["allowed"], up["conditions"]) == ("up", "home", [], [])
+    known = len(json.loads(town.desk.covey("history", "--json").stdout))
+    refused = town.desk.covey("run", "--on", name, "train.py")
+    assert refused.returncode == 1, "before a person is asked whether files may go there"
+    asked = re.search(
+        rf"\w+-{id_text(town.desk.identity())[:4]} may not use {name}: there, add --allow (\w{{52}}) to `covey up`",
+        refused.stderr,
+    )
     assert asked is not None, refused.stderr
+    assert len(json.loads(town.desk.covey("history", "--json").stdout)) == known, "it has not begun"
     west.folder = town.desk.folder
     own = west.covey("run", "--on", name, "train.py")
     assert own.returncode == 0, own.stderr
     agent.terminate()
     assert agent.wait(DEADLINE) == 0
+    assert json.loads(pipes.stdout(agent).read())["event"] == "ended"
 
     again = west.start("-m", "covey", "up", "--allow", asked[1])
     assert ready(again) == name
-    assert town.desk.covey("run", "--on", name, "train.py", "by desk").returncode == 0
+    unknown = town.desk.covey("run", "--on", name, "train.py")
+    assert unknown.returncode == 2, unknown.stderr
+    assert f"this machine has never sent files to {name} (" in unknown.stderr
+    assert "there is no terminal to ask on; add --yes" in " ".join(unknown.stderr.split())
+    assert town.desk.covey("run", "--on", name, "--yes", "train.py", "by desk").returncode == 0
     again.terminate()
     assert again.wait(DEADLINE) == 0
     entries = [json.loads(line) for line in west.covey("audit", "--json").stdout.splitlines()]

@@ -157,6 +157,12 @@ def launch(
     return [AgentShare(agent, numbers[agent.card.id]) for agent in agents]
 
 
+def may_start(agent: AgentCaller) -> None:
+    """Raise the error of an agent that lets this machine start no programs."""
+    for _ in agent.stream("programs"):
+        pass
+
+
 def deliver(
     agent: AgentCaller,
     run: str,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from covey.base.errors import AuthError
 from covey.base.text import printable
-from covey.net.keys.identity import id_text
+from covey.net.keys.identity import id_text, node_name
 from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
@@ -39,5 +39,5 @@ class Permission:
             return str(error)
         if self.is_for_all or {card.id, machine} & {self.own, *self.machines}:
             return ""
-        name = printable(card.name, 60)
+        name = printable(node_name(card.host_name, machine), 60)  # a terminal has a key of its own
         return f"{name} may not use {self.here}: there, add --allow {id_text(machine)} to `covey up`"

@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import CoveyError
-from covey.runtime.keeper.output import Cursor, HeldLine
+from covey.runtime.keeper.output import Cursor, HeldLine, event_line
 from covey.runtime.keeper.supervisor import INCOMPLETE_LOGS_CODE
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 WRITE_WAIT_SECONDS: Final = 0.2
 _MACHINE_PREFIX: Final = re.compile(rb"\[([^\]\r\n]{1,160})\] (.*)\Z", re.DOTALL)
+_RANKED: Final = re.compile(rb"\[([^\]\r\n]{1,160}?) (\d{1,6})\] (.*)\Z", re.DOTALL)
+_NOTE: Final = b"covey: "
 _NOTES: Final = re.compile(rb"(\A|\n)covey: ")
 """Where a line of `covey run` itself begins."""
 _OWN: Final = re.compile(rb"^(?=[^\[\r\n])(?!covey: )", re.MULTILINE)
@@ -44,6 +46,8 @@ class Screen:
         self._lines: dict[tuple[str, int], HeldLine] = {}
         self._cursor: dict[int, Cursor] = {1: Cursor(), 2: Cursor()}
         self._is_closed = {1: False, 2: False}
+        self._said = b""
+        """What was shown for all machines, which each of them says, too."""
         self.while_waiting: Callable[[], None] = lambda: None
         """Called now and then while the terminal does not take output: a pager may stand still."""
 
@@ -63,6 +67,11 @@ class Screen:
         """Show a line about the run."""
         self._put(2, self._cursor[2].make_room() + f"covey: {text}\n".encode())
 
+    def note_for_all(self, text: str) -> None:
+        """Show a line about the run, and not the same line of its machines."""
+        self._said = _NOTE + text.encode() + b"\n"
+        self.note(text)
+
     def code_of(self, code: int) -> int:
         """Return the exit code of a run that ended with `code`: not 0 if log files lack some of its output."""
         if code == 0 and self._logs is not None and not self._logs.is_complete:
@@ -70,22 +79,33 @@ class Screen:
             return INCOMPLETE_LOGS_CODE
         return code
 
+    def end(self, code: int, reason: str) -> None:
+        """Show that the run has ended; a person sees it."""
+
     def _write(self, machine: str, stream: int, lines: HeldLine, text: bytes) -> None:
         if not text:
             return
         is_new_line = self._cursor[stream].writer is not lines
+        if is_new_line and self._said:
+            text = b"".join(line for line in text.splitlines(keepends=True) if line != self._said)
+            if not text:
+                return
         text = _OWN.sub(b"[" + machine.encode() + b"] ", text) if is_new_line else text
         text = _NOTES.sub(rb"\1covey: " + machine.encode() + b": ", text)
         cursor = self._cursor[stream]
         room = cursor.make_room(lines)
         cursor.writer = None if text.endswith(b"\n") else lines
         self._put(stream, room + text)
-        if self._logs is not None:
-            for line in text.splitlines(keepends=True):
-                found = _MACHINE_PREFIX.match(line)
-                label = found[1].decode(errors="replace") if found is not None else machine
-                if problem := self._logs.write(label, found[2] if found is not None else line):
-                    self.note(problem)
+        self._log(machine, text)
+
+    def _log(self, machine: str, text: bytes) -> None:
+        if self._logs is None:
+            return
+        for line in text.splitlines(keepends=True):
+            found = _MACHINE_PREFIX.match(line)
+            label = found[1].decode(errors="replace") if found is not None else machine
+            if problem := self._logs.write(label, found[2] if found is not None else line):
+                self.note(problem)
 
     def _put(self, stream: int, data: bytes) -> None:
         """Write; a stream that cannot be written any more is left alone, and the run goes on."""
@@ -103,6 +123,38 @@ class Screen:
     def close(self) -> None:
         """Show nothing more: the terminal does not take it, and is left."""
         self._is_closed = {1: True, 2: True}
+
+
+class JsonScreen(Screen):
+    """A screen that writes lines of JSON, as `covey run --json` does."""
+
+    def note(self, text: str) -> None:
+        """Show a line about the run."""
+        self.tell("note", text=text)
+
+    def end(self, code: int, reason: str) -> None:
+        """Show that the run has ended."""
+        self.tell("ended", code=code, reason=reason)
+
+    def tell(self, event: str, **about: object) -> None:
+        """Show an event of the run."""
+        self._put(1, event_line(event, **about))
+
+    def _write(self, machine: str, stream: int, lines: HeldLine, text: bytes) -> None:
+        for line in text.splitlines():
+            if line.startswith(_NOTE):
+                if line + b"\n" != self._said:
+                    self.tell("note", machine=machine, text=line.removeprefix(_NOTE).decode(errors="replace"))
+                continue
+            found = _RANKED.match(line)
+            name, rank, said = (machine.encode(), None, line) if found is None else (found[1], int(found[2]), found[3])
+            about = {
+                "machine": name.decode(errors="replace"),
+                "rank": rank,
+                "stream": ("stdout", "stderr")[stream == 2],
+            }
+            self.tell("output", **about, text=said.decode(errors="replace"))
+        self._log(machine, text)
 
 
 class CellScreen(Screen):

@@ -13,6 +13,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from covey.net.host.saved_runs import STOPPED_BY
+from covey.runtime.keeper.supervisor import stopping_text
 from covey.runtime.loop import LOOK_UP_EVERY
 from covey.runtime.processes import signal_name
 
@@ -104,6 +106,8 @@ class SharedRun:
         self._has_stopped = False
         self._has_finished = False
         self._stop_at: float | None = None
+        self.reason = ""
+        """Why it ended, if not by itself."""
 
     def attend(self) -> int:
         """Show the output until all programs have ended, and return the exit code; on the main thread, pass signals on.
@@ -161,8 +165,8 @@ class SharedRun:
             if self._interrupts > KILLS:
                 self._screen.close()
             elif is_first:
-                typed = "Stopping… press Ctrl-C again to kill"
-                self._screen.note(typed if signum == signal.SIGINT else f"{signal_name(signum)}: stopping…")
+                self.reason = f"{STOPPED_BY}{signal_name(signum)}"
+                self._screen.note_for_all(stopping_text(signum))
 
     def _on_end(self, number: int, ended: ShareEnded) -> None:
         code, why, is_lost = ended
@@ -182,6 +186,7 @@ class SharedRun:
             self._stop_at = time.monotonic() + FAILURE_SECONDS
         if not why and code >= SIGNALLED and self._told is None and not self._has_stopped:
             why = f"covey run was ended by {signal_name(code - SIGNALLED)}"  # all other ends it has explained itself
+        self.reason = self.reason or f"{name} {why or f'ended with exit code {code}'}"
         if why:
             self._screen.note(f"{name}: {why}")
 

@@ -101,7 +101,7 @@ def enroll(
     done = _put_in(words or [], force=force)
     if as_json:
         typer.echo(json.dumps({**done._asdict(), "command": run_command(done.cluster)}))
-        return _stay(done) if stay_up else None
+        return _stay(done, as_json=True) if stay_up else None
     by = f", with {done.by}" if done.by else ""
     say(f"This machine {done.how} the cluster {done.cluster!r}{by}.")
     if done.waits_at:
@@ -114,7 +114,7 @@ def enroll(
         _stay(done)
 
 
-def _stay(done: Enrolled) -> None:
+def _stay(done: Enrolled, *, as_json: bool = False) -> None:
     """Make this machine available to the one that let it in."""
     from covey.cli.up import UpRequest, up
 
@@ -123,7 +123,7 @@ def _stay(done: Enrolled) -> None:
             "--up allows the machine that shows the six digits, and a join code comes from none: run `covey up --allow "
             "NODE`"
         )
-    up(UpRequest(allow=[done.by_id], settings={"cluster": done.cluster}))
+    up(UpRequest(allow=[done.by_id], as_json=as_json, settings={"cluster": done.cluster}))
 
 
 def _put_in(words: list[str], *, force: bool) -> Enrolled:

@@ -96,7 +96,11 @@ def _facts(run: PastRun) -> Iterator[tuple[str, str]]:
         yield "", path
     for at, path in enumerate(reversed(traces)):
         yield "traces" if at == 0 else "", path
-    yield "output", f"covey logs {run.id}" if run.logs() else "none is kept"
+    is_elsewhere = record.machine not in record.machines
+    yield (
+        "output",
+        f"covey logs {run.id if run.logs() else record.name}" if run.logs() or is_elsewhere else "none is kept",
+    )
 
 
 def _absence(machine: str, absence: Absence) -> str:

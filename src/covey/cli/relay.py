@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -16,7 +16,7 @@ from covey.base.config import parse_relay
 from covey.base.errors import ConfigError
 from covey.base.setting_kinds import Rate
 from covey.base.settings import RELAY_PORT
-from covey.cli.terminal import plural, say
+from covey.cli.terminal import plural, tell
 from covey.net.host.descriptors import explain
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def relay(
     every: Annotated[
         float, typer.Option("--report", metavar="S", min=1.0, help="Seconds between two lines about what it does.")
     ] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False,
 ) -> None:
     """Run a relay: nodes that cannot connect with each other, because of NAT or a firewall, meet here.
 
@@ -70,7 +71,7 @@ def relay(
         raise ConfigError(f"--per-source {of_source} is more than the {connections} connections in all")
     rate = float("inf") if limit is None else parse_rate(limit)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    asyncio.run(serve(listen_at(listen), RelayLimits(connections, of_source, rate, idle), every))
+    asyncio.run(serve(listen_at(listen), RelayLimits(connections, of_source, rate, idle), every, as_json=as_json))
 
 
 def parse_rate(text: str, option: str = "--limit") -> float:
@@ -102,7 +103,7 @@ def listen_at(text: str) -> socket.socket:
     return listener
 
 
-async def serve(listener: socket.socket, limits: RelayLimits, every: float) -> None:
+async def serve(listener: socket.socket, limits: RelayLimits, every: float, *, as_json: bool = False) -> None:
     """Run a relay until SIGTERM or Ctrl-C; print where it listens, and now and then what it does."""
     from covey.runtime.relaying.server import RelayServer
 
@@ -113,20 +114,19 @@ async def serve(listener: socket.socket, limits: RelayLimits, every: float) -> N
     host, port = listener.getsockname()[:2]
     server.open()
     try:
-        say(f"The relay listens at {f'[{host}]' if ':' in host else host}:{port}.")
-        sys.stdout.flush()
+        address = f"{f'[{host}]' if ':' in host else host}:{port}"
+        tell(f"The relay listens at {address}.", "listening", as_json=as_json, address=address)
         told = server.counts()
         while not ending.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(every):
                     await ending.wait()
             if (counts := server.counts()) != told:
-                say(describe(counts))
-                sys.stdout.flush()
+                tell(describe(counts), "counts", as_json=as_json, **asdict(counts))
                 told = counts
     finally:
         await server.close()
-    say("The relay has ended.")
+    tell("The relay has ended.", "ended", as_json=as_json)
 
 
 def describe(counts: RelayCounts) -> str:

@@ -21,17 +21,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 import typer.core
 
-from covey.base.config import split_list
 from covey.base.errors import ConfigError
 from covey.base.settings import RUN, SETTINGS
 from covey.base.text import printable
 from covey.cli.options import RelayLimit, command_of, variables_of
+from covey.cli.terminal import say
 from covey.net.host.machine import short_host_name
 from covey.runtime.environment import ClusterOptions, find_run
 from covey.runtime.keeper.keeper import ClusterRun, LocalRun
 from covey.runtime.keeper.supervisor import keep
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from covey.base.config import GroupConfig
     from covey.net.host.saved_runs import SavedRun
 
@@ -80,6 +82,9 @@ class RunRequest:
             metavar="PORT", help="Serve /healthz, /readyz and /metrics of the processes here: PORT, or ADDRESS:PORT."
         ),
     ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print output and events as lines of JSON, for programs.")] = (
+        False
+    )
     new: Annotated[
         bool, typer.Option("--new", help="Give up an earlier run of this name that is not known to be over.")
     ] = False
@@ -259,6 +264,7 @@ def _here(request: RunRequest, processes: int) -> int:
         log_dir=request.log_dir,
         is_solo=request.solo or request.torch_env,
         kept=_saved(request, request.short_name, processes),
+        as_json=request.as_json,
     )
 
 
@@ -296,8 +302,9 @@ def _in_cluster(request: RunRequest) -> int:
     with contextlib.closing(presence):
         kept = _saved(request, request.run_name, processes, cluster)
         return keep(
-            share, command, restarts=request.restarts, http=page, log_dir=request.log_dir, kept=kept, presence=presence
-        )
+            share, command, restarts=request.restarts, http=page, log_dir=request.log_dir, kept=kept, presence=presence,
+            as_json=request.as_json,
+        )  # fmt: skip
 
 
 def _cluster_name(variables: Mapping[str, str]) -> str:
@@ -327,7 +334,7 @@ def _saved(
         output_bytes = terms.output_bytes if terms.is_kept else 0
         return SavedRun(record, output_bytes=output_bytes, total_bytes=terms.total_bytes)
     except ConfigError as error:  # the run goes on all the same
-        typer.echo(f"covey: nothing is kept of this run: {error}", err=True)
+        say(f"covey: nothing is kept of this run: {error}", err=True)
         return None
 
 
@@ -364,13 +371,13 @@ def _on_several(request: RunRequest) -> int:
         tuple(request.include or ()),
         request.yes,
         request.copy,
+        request.as_json,
     )
-    machines = split_list(request.on or request.hosts or "")
-    kept = None if request.detach else _saved(request, request.run_name, 0, _cluster_name({}), machines)
-    code = several_machines.start(program, terms, on=request.on, hosts=request.hosts)
-    if kept is not None:
-        kept.end(code, "")
-    return code
+
+    def keep_record(machines: Sequence[str], ranks: int) -> SavedRun | None:
+        return _saved(request, request.run_name, ranks, _cluster_name({}), tuple(machines))
+
+    return several_machines.start(program, terms, keep_record, on=request.on, hosts=request.hosts)
 
 
 def _is_of_machine(name: str) -> bool:
@@ -396,8 +403,8 @@ def say_that_it_stays_here(processes: int, script: str) -> None:
     with contextlib.suppress(ConfigError):
         if (name := clusters.default_name()) is not None:
             stem = Path(script).stem
-            typer.echo(f"covey: {processes} ranks on this machine only; `covey run {stem} -n {processes} {script}` "
-                       f"spans the machines of cluster {name!r}", err=True)  # fmt: skip
+            say(f"covey: {processes} ranks on this machine only; `covey run {stem} -n {processes} {script}` spans the "
+                f"machines of cluster {name!r}", err=True)  # fmt: skip
 
 
 def share_of_run(

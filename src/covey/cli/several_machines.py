@@ -15,7 +15,7 @@ from covey.base.config import group_config, split_list
 from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
 from covey.cli.options import words_of
-from covey.cli.terminal import working
+from covey.cli.terminal import tell_event, working
 from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions
 
@@ -23,8 +23,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
     from covey.agent.requests import Interpreter
+    from covey.agent.screen import Screen
+    from covey.agent.shares import SharedRun
     from covey.agent.ssh import SshHost
+    from covey.net.host.saved_runs import SavedRun
     from covey.net.keys.clusters import Cluster
+    from covey.runtime.keeper.rank_logs import RankLogs
+
+    Keep = Callable[[Sequence[str], int], SavedRun | None]
+    """Makes the record of a run that has been started, from the names of its machines and the number of its ranks."""
 
 REQUIREMENTS_BYTES: Final = 32 << 10
 OWN_CLUSTER: Final = "ssh"
@@ -60,9 +67,11 @@ class FanOut(NamedTuple):
     """Whether the person agrees to send files to machines that never had any."""
     copy: bool = False
     """Whether the folder is sent by ssh, too."""
+    as_json: bool = False
+    """Whether output and events are shown as lines of JSON."""
 
 
-def start(program: Program, terms: FanOut, *, on: str | None, hosts: str | None) -> int:
+def start(program: Program, terms: FanOut, keep: Keep, *, on: str | None, hosts: str | None) -> int:
     """Start a program on several machines, with agents (`on`) or ssh (`hosts`); return its exit code."""
     if on is not None and hosts is not None:
         raise ConfigError("--on is for machines with an agent, --hosts for machines without; give one of them")
@@ -73,13 +82,13 @@ def start(program: Program, terms: FanOut, *, on: str | None, hosts: str | None)
     if on is not None:
         if terms.copy:
             raise ConfigError("--copy goes with --hosts: --on sends the folder anyway")
-        return _on_agents(program, terms, split_list(on))
+        return _on_agents(program, terms, keep, split_list(on))
     assert hosts is not None
     if (terms.includes or terms.yes) and not terms.copy:
         raise ConfigError("--include and --yes are about files that are sent; with --hosts, --copy sends them")
     if terms.detach or program.requirements is not None:
         raise ConfigError("--detach and --requirements need an agent on each machine: use --on, and `covey up` there")
-    return _with_ssh(program, terms, hosts)
+    return _with_ssh(program, terms, keep, hosts)
 
 
 def environment_with(settings: Mapping[str, str]) -> MutableMapping[str, str]:
@@ -99,11 +108,10 @@ def sized(settings: Mapping[str, str], total: int) -> dict[str, str]:
     return {**settings, "run_size": str(total)}
 
 
-def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
+def _on_agents(program: Program, terms: FanOut, keep: Keep, names: tuple[str, ...]) -> int:
     from covey.agent.callers import calling
-    from covey.agent.launching import LEASE_SECONDS, Launch, goes_on, launch
+    from covey.agent.launching import LEASE_SECONDS, Launch, for_all, goes_on, launch, may_start
     from covey.agent.requests import check_run_name
-    from covey.agent.screen import Screen
     from covey.agent.shares import SharedRun
     from covey.agent.snapshot import take_snapshot
     from covey.cli import consent
@@ -121,11 +129,12 @@ def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
     of_all = {name: text for name, text in terms.settings.items() if name not in ("run", "cluster")}  # agents know
     folder = take_snapshot(Path.cwd(), None if terms.log_dir is None else Path(terms.log_dir), terms.includes)
     processes = terms.processes or 1
-    screen = Screen(logs)
+    screen = _screen(logs, terms)
     with folder as snapshot, calling(cluster, group_config(env)) as terminal:
         book = trust.trusted(cluster)
         with working(f"looking for agents of {cluster.name} ..."):
             found = terminal.find(None if names == ("all",) else names, book)
+            for_all([*found.trusted, *found.new], may_start)  # before a person is asked, and files are sent
         consent.tell_left_out(snapshot, found.left_out)
         agents = consent.ask_to_send(cluster, found, book, snapshot, yes=terms.yes)
         total = processes * len(agents)
@@ -141,16 +150,18 @@ def _on_agents(program: Program, terms: FanOut, names: tuple[str, ...]) -> int:
         shares = launch(agents, wanted, snapshot, screen.note)
         if terms.detach:
             where = ", ".join(agent.name for agent in agents)
+            if terms.as_json:
+                tell_event("started", run=program.run, machines=[agent.name for agent in agents])
+                return 0
             typer.echo(f"run {program.run!r} has been started on {where}")
             typer.echo(f"`covey logs {program.run} -f` shows its output, `covey stop {program.run}` ends it")
             return 0
-        code = SharedRun(shares, screen, lambda: goes_on(terminal.visit, program.run, machines)).attend()
-        return screen.code_of(code)
+        run = SharedRun(shares, screen, lambda: goes_on(terminal.visit, program.run, machines))
+        return _attend(run, screen, keep([agent.name for agent in agents], total))
 
 
-def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
+def _with_ssh(program: Program, terms: FanOut, keep: Keep, text: str) -> int:
     from covey.agent.launching import goes_on
-    from covey.agent.screen import Screen
     from covey.agent.shares import SharedRun
     from covey.agent.ssh import SshShare, parse_hosts, ssh_command
     from covey.runtime.keeper.rank_logs import RankLogs
@@ -165,7 +176,7 @@ def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
     python = program.python or sys.executable
     others = [*terms.words, *(["--python", program.python] if program.python else [])]
     total, ssh, script = sum(host.processes for host in hosts), ssh_command(os.environ), program.script
-    screen = Screen(logs)
+    screen = _screen(logs, terms)
     if terms.copy:
         script = script_in(Path.cwd(), program)
         _copy_with_ssh(hosts, ssh, python, program.run, terms, screen.note)
@@ -181,7 +192,23 @@ def _with_ssh(program: Program, terms: FanOut, text: str) -> int:
             visit.look(1.0, until=lambda visit: bool(visit.members()))
             return goes_on(visit, program.run)
 
-    return screen.code_of(SharedRun(shares, screen, run_goes_on).attend())
+    return _attend(SharedRun(shares, screen, run_goes_on), screen, keep([host.name for host in hosts], total))
+
+
+def _screen(logs: RankLogs | None, terms: FanOut) -> Screen:
+    from covey.agent.screen import JsonScreen, Screen
+
+    return JsonScreen(logs) if terms.as_json else Screen(logs)
+
+
+def _attend(run: SharedRun, screen: Screen, kept: SavedRun | None) -> int:
+    """Show the output of a run until its end, note how it has ended, and return its exit code."""
+    code = screen.code_of(run.attend())
+    reason = run.reason if code else ""
+    screen.end(code, reason)
+    if kept is not None:
+        kept.end(code, reason)
+    return code
 
 
 def _copy_with_ssh(

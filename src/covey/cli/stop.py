@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from typing import TYPE_CHECKING, Annotated, Final
@@ -31,6 +32,7 @@ def stop(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The name of the run.")],
     kill: Annotated[bool, typer.Option("--kill", help="Kill the processes at once, without SIGTERM.")] = False,
     cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """End a run on all trusted machines where agents have started it, and wait for its end.
 
@@ -53,6 +55,8 @@ def stop(
                 say(str(error), err=True)
         with working(f"waiting for the end of {run} ..."):
             _await_end(running)
+    if as_json:
+        return typer.echo(json.dumps({"run": run, "ended_on": [agent.name for agent, _ in running]}))
     say(f"{run!r} has ended on {', '.join(agent.name for agent, _ in running)}.")
 
 

@@ -10,6 +10,7 @@ import typer
 
 from covey.base.errors import ConfigError
 from covey.cli.layout import Column, error_room, lay_out, room, wrap
+from covey.runtime.keeper.output import event_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,20 @@ def say(text: str, *, err: bool = False) -> None:
     for line in text.split("\n"):
         for part in wrap(line, width) if width is not None else [line]:
             typer.echo(part, err=err)
+
+
+def tell(text: str, event: str, *, as_json: bool, **about: object) -> None:
+    """Print what a command that stays says: a text, or the event that it is about as a line of JSON. At once."""
+    if as_json:
+        return tell_event(event, **about)
+    say(text)
+    sys.stdout.flush()
+
+
+def tell_event(event: str, **about: object) -> None:
+    """Print an event as a line of JSON, at once."""
+    typer.echo(event_line(event, **about), nl=False)
+    sys.stdout.flush()
 
 
 def confirm(question: str, *, yes: bool, refusal: str) -> None:

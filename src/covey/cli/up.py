@@ -21,7 +21,7 @@ from covey.base.text import duration, listed
 from covey.cli.charter import machine_of
 from covey.cli.options import RelayLimit, command_of, variables_of, words_of
 from covey.cli.relay import parse_relay_limit
-from covey.cli.terminal import say
+from covey.cli.terminal import say, tell, tell_event
 from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, trust
 from covey.net.keys.identity import (
@@ -58,6 +58,7 @@ class UpRequest:
         ),
     ] = None
     relay_limit: RelayLimit = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False
     unit: Annotated[bool, typer.Option("--unit", help="Print a systemd user unit that runs this command.")] = False
     settings: Mapping[str, str] = field(default_factory=dict)
     """The settings that were given as options, by name."""
@@ -104,22 +105,18 @@ def up(request: UpRequest) -> None:
             ending.set()
 
         agent.stop = stop
-        say(f"{permission.here} is up in the cluster {found.name!r}; its id is {id_text(own_machine())}.")
-        if permission.is_for_all:
-            say("Every member of the cluster can run anything as your user.")
-        elif permission.machines:
-            allowed = ", ".join(_called(found, request.allow or []))
-            say(f"{allowed} can run anything as your user, and this machine itself.")
+        if request.as_json:
+            allowed = ["all"] if permission.is_for_all else sorted(map(id_text, permission.machines))
+            about = {"machine": permission.here, "id": id_text(own_machine()), "cluster": found.name}
+            conditions = list(presence.conditions)
+            tell_event("up", **about, allowed=allowed, relay_port=agent.relay_port or None, conditions=conditions)
         else:
-            say("Only this machine itself may start programs here; --allow lets others.")
-        if agent.relay_port:
-            say(f"It is a relay for nodes of the cluster, at port {agent.relay_port}.")
-        if presence.conditions:
-            say(f"Its programs take part in runs only while it {listed(presence.conditions)}.")
+            _say_up(request, found, permission, agent.relay_port, presence)
         absence = ""
-        sys.stdout.flush()
         while not ending.wait(LOOK_UP_EVERY):  # a signal that another thread gets does not end the wait
-            absence = _look_at(presence, absence)
+            absence = _look_at(presence, absence, as_json=request.as_json)
+    if request.as_json:
+        tell_event("ended")
     if problem:
         raise problem[0]
 
@@ -127,17 +124,37 @@ def up(request: UpRequest) -> None:
 app.command()(command_of(UpRequest, UP, up))
 
 
-def _look_at(presence: MachinePresence, before: str) -> str:
+def _say_up(
+    request: UpRequest, found: Cluster, permission: Permission, relay_port: int, presence: MachinePresence
+) -> None:
+    """Say that programs may be started now, and by which machines."""
+    say(f"{permission.here} is up in the cluster {found.name!r}; its id is {id_text(own_machine())}.")
+    if permission.is_for_all:
+        say("Every member of the cluster can run anything as your user.")
+    elif permission.machines:
+        say(f"{', '.join(_called(found, request.allow or []))} can run anything as your user, and this machine itself.")
+    else:
+        say("Only this machine itself may start programs here; --allow lets others.")
+    if relay_port:
+        say(f"It is a relay for nodes of the cluster, at port {relay_port}.")
+    if presence.conditions:
+        say(f"Its programs take part in runs only while it {listed(presence.conditions)}.")
+    sys.stdout.flush()
+
+
+def _look_at(presence: MachinePresence, before: str, *, as_json: bool) -> str:
     """Say whether programs leave their runs or return, and why; return why they are away now."""
     presence.look()
     presence.left()  # each `covey run` has the system wait for itself
     if presence.slept:
-        say(f"{presence.name} slept for {duration(presence.slept)}.")
+        slept = f"{presence.name} slept for {duration(presence.slept)}."
+        tell(slept, "slept", as_json=as_json, seconds=round(presence.slept, 1))
     if presence.absence and presence.absence != before:
-        say(f"{presence.name} {presence.absence}: its programs leave their runs.")
+        text = f"{presence.name} {presence.absence}: its programs leave their runs."
+        tell(text, "left", as_json=as_json, why=presence.absence)
     elif before and not presence.absence:
-        say(f"{presence.name} {CONDITIONS[before]} again: its programs return.")
-    sys.stdout.flush()
+        text = f"{presence.name} {CONDITIONS[before]} again: its programs return."
+        tell(text, "returned", as_json=as_json, why=CONDITIONS[before])
     return presence.absence
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from covey.agent.permission import Permission
-from covey.net.keys.identity import NodeIdentity, id_text
+from covey.net.keys.identity import NodeIdentity, id_text, node_name
 from covey.wire.messages import Card, Contact
 
 
@@ -32,6 +32,7 @@ def test_without_a_list_only_this_machine_itself_may() -> None:
     assert permission.objection(card_of(NodeIdentity(HERE, 1))) == ""
     text = permission.objection(card_of(terminal_of(NORTH)))
     assert f"--allow {id_text(ALLOWED)}" in text
+    assert text.startswith(f"{node_name('north', ALLOWED)} may not use here"), "as that machine calls itself everywhere"
 
 
 def test_commands_of_a_machine_on_the_list_may() -> None:

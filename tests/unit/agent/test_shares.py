@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import queue
 import select
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.waiting import DEADLINE, wait_until
 
 from covey.agent import shares
-from covey.agent.screen import Screen
+from covey.agent.screen import JsonScreen, Screen
 from covey.agent.shares import Printed, Report, Said, SharedRun, ShareEnded, failure_code
 from covey.runtime.keeper.rank_logs import RankLogs
 
@@ -59,6 +61,36 @@ def test_lines_of_machines_do_not_mix_and_notes_name_their_machine(capfd: pytest
     assert shown.out == "[south 1] one\n[north 0] step 1\n[south 1] tw\n"
     notes = "covey: north: [north 0] failed with exit code 7\n"
     assert shown.err == notes + "[north] error: there is no folder\n[north] ssh: no\n\n[north] connection\n"
+
+
+def test_a_signal_for_all_machines_is_said_once_and_programs_read_lines_of_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = b"covey: SIGTERM: stopping\xe2\x80\xa6\n"
+    for screen in (Screen(), JsonScreen(RankLogs(str(tmp_path / "logs")))):
+        screen.show("north", 2, said)
+        screen.note_for_all("SIGTERM: stopping…")
+        for machine in ("north", "south"):
+            screen.show(machine, 2, b"covey: another note\n" + said)
+            screen.show(machine, 1, f"[{machine} 1] a \x1b[1mword".encode())
+        screen.ended("north")
+        screen.end(143, "stopped by SIGTERM")
+        shown = capfd.readouterr()
+        if not isinstance(screen, JsonScreen):
+            assert shown.err.count("stopping…") == 2, "that of another terminal before, and its own"
+            assert shown.err.count("another note") == 2
+            continue
+        assert shown.err == ""
+        events = [json.loads(line) for line in shown.out.splitlines()]
+        assert all(abs(event.pop("at") - time.time()) < DEADLINE for event in events)
+        assert events == [
+            {"event": "note", "machine": "north", "text": "SIGTERM: stopping…"},
+            {"event": "note", "text": "SIGTERM: stopping…"},
+            *({"event": "note", "machine": name, "text": "another note"} for name in ("north", "south")),
+            {"event": "output", "machine": "north", "rank": 1, "stream": "stdout", "text": "a \x1b[1mword"},
+            {"event": "ended", "code": 143, "reason": "stopped by SIGTERM"},
+        ]
+        assert (tmp_path / "logs" / "north-rank-1.log").read_text().startswith("a ")
 
 
 def test_each_rank_has_a_log_file_without_the_prefix(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -18,6 +19,7 @@ from covey.cli.runs import find_run, here, visiting_members
 from covey.cli.terminal import plural, say
 from covey.cli.trace.merge import chrome_trace, merge
 from covey.net.host.runs import LocalRunFound
+from covey.net.host.saved_runs import past_runs
 from covey.runtime.keeper.flights import OPERATIONS_SECONDS, collect
 from covey.runtime.metrics.flight import SUFFIX, folder
 from covey.wire import messages
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.cli.trace.merge import Timeline
+    from covey.net.host.saved_runs import RunSummary
     from covey.net.keys.clusters import Cluster
 
 FILE_LIMIT_BYTES: Final = 1 << 26
@@ -45,7 +48,7 @@ def trace(
         typer.Argument(
             metavar="[RUN | FILE...]",
             help="A run on this machine or of the cluster, or files that ranks have written.",
-            show_default="the latest files here, of one run",
+            show_default="the newest run that was started here",
         ),
     ] = None,
     out: Annotated[
@@ -61,10 +64,12 @@ def trace(
         str | None, typer.Option(metavar="NAME", help="The cluster, if this machine is in several.")
     ] = None,
     wait: Annotated[float, typer.Option(metavar="S", help="Seconds to look for nodes.")] = 1.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the last operations of all ranks of a run on one time line, and which rank waited for which.
 
-    The ranks of a run that goes on are asked: covey trace train shows what covey run -n 4 train.py does.
+    The ranks of a run that goes on are asked: covey trace train shows what covey run -n 4 train.py does. Without a
+    name, it is the newest run that was started here.
 
     The trace is for ui.perfetto.dev, or for chrome://tracing.
 
@@ -73,6 +78,8 @@ def trace(
     """
     words = what or []
     run, measured = "", None
+    if not words and (newest := newest_running()) is not None:
+        words, cluster = [newest.name], cluster or newest.cluster or None
     if not words:
         flights = read_latest(folder())
     elif len(words) == 1 and not os.path.isfile(words[0]) and not words[0].endswith(SUFFIX):
@@ -90,6 +97,8 @@ def trace(
         target.write_text(json.dumps(chrome_trace(timeline)))
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}; choose another file with --out") from error
+    if as_json:
+        return typer.echo(json.dumps(summary(timeline, run or flights[0].run, target)))
     typer.echo(report(timeline, room()))
     say(f"{target} is for ui.perfetto.dev, or for chrome://tracing")
 
@@ -113,6 +122,13 @@ def read(path: Path) -> Flight:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except RemoteProtocolError as error:
         raise ConfigError(f"{path} was not written by covey: {error}") from error
+
+
+def newest_running() -> RunSummary | None:
+    """Return the newest run that was started here and goes on; None if there is none, or a rank has failed since."""
+    newest = next((run.record for run in reversed(past_runs()) if run.is_running), None)
+    failed = max((path.stat().st_mtime for path in folder().glob(f"*{SUFFIX}")), default=0.0)
+    return None if newest is None or failed > newest.began else newest
 
 
 def read_latest(place: Path) -> list[Flight]:
@@ -200,18 +216,52 @@ def ask_cluster(run: str, found: Cluster, wait: float) -> tuple[list[Flight], di
 # The table
 
 
-def report(timeline: Timeline, width: int | None) -> str:
-    """Return what to print: how much is known, which ranks waited for which, and operations that are stuck."""
+def extent(timeline: Timeline) -> tuple[int, int, float]:
+    """Return how many operations of how many ranks are known, and the seconds that they took."""
     calls = [call for known in timeline.calls.values() for call in known]
     ranks = {(flight.seat, flight.pid) for flight in timeline.flights}
     span = (max(call.ended for call in calls) - min(call.begun for call in calls)) / 1e9 if calls else 0.0
-    parts = [f"{plural(len(calls), 'operation')} of {plural(len(ranks), 'rank')} in {span:.3f} s"]
-    if timeline.unmeasured:
-        parts.append(f"no clock was compared with that of {listed(timeline.unmeasured)}: times there may be shifted")
+    return len(calls), len(ranks), span
+
+
+def longest_waits(timeline: Timeline) -> list[tuple[tuple[int, int], list[int]]]:
+    """Return each rank and one that it waited for with the nanoseconds of each wait, the longest sum first."""
     sums: dict[tuple[int, int], list[int]] = defaultdict(list)
     for wait in timeline.waits():
         sums[wait.waiting.rank, wait.late].append(wait.ns)
-    longest = sorted(sums.items(), key=lambda item: -sum(item[1]))
+    return sorted(sums.items(), key=lambda item: -sum(item[1]))
+
+
+def summary(timeline: Timeline, run: str, target: Path) -> dict[str, object]:
+    """Return what `report` tells, for programs."""
+    calls, ranks, span = extent(timeline)
+    return {
+        "run": run,
+        "operations": calls,
+        "ranks": ranks,
+        "seconds": round(span, 6),
+        "waits": [
+            {"rank": rank, "waited_for": late, "seconds": sum(waits) / 1e9, "longest": max(waits) / 1e9,
+             "operations": len(waits)}
+            for (rank, late), waits in longest_waits(timeline)
+        ],
+        "stuck": [asdict(stuck) for stuck in timeline.stuck()],
+        "faults": [
+            {"rank": group.rank, "fault": group.fault} for flight in timeline.flights for group in flight.groups
+            if group.fault
+        ],
+        "clocks_not_compared": list(timeline.unmeasured),
+        "file": str(target),
+    }  # fmt: skip
+
+
+def report(timeline: Timeline, width: int | None) -> str:
+    """Return what to print: how much is known, which ranks waited for which, and operations that are stuck."""
+    calls, ranks, span = extent(timeline)
+    parts = [f"{plural(calls, 'operation')} of {plural(ranks, 'rank')} in {span:.3f} s"]
+    if timeline.unmeasured:
+        parts.append(f"no clock was compared with that of {listed(timeline.unmeasured)}: times there may be shifted")
+    longest = longest_waits(timeline)
     if longest:
         rows = [
             (str(rank), str(late), _time(sum(waits)), _time(max(waits)), str(len(waits)))

@@ -1,4 +1,4 @@
-"""The output of several ranks in one stream: every line gets a prefix with its rank. No I/O: bytes in, bytes out.
+"""The output of several ranks in one stream: every line gets a prefix with its rank, or is a line of JSON. No I/O.
 
 Invariant: the lines of each rank and stream stay whole and in order. An unfinished line is shown after a pause, and
 continued in place if no other rank has written meanwhile; otherwise in another line, if there is more of it.
@@ -7,7 +7,9 @@ continued in place if no other rank has written meanwhile; otherwise in another 
 from __future__ import annotations
 
 import functools
+import json
 import re
+import time
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -111,3 +113,36 @@ class OutputStream:
         if b"\r" in shown:
             shown = REDRAWS.sub(b"\r" + prefix, shown)
         return room + (prefix if at_start else b"") + shown
+
+
+def event_line(event: str, **about: object) -> bytes:
+    """Return an event as a line of JSON, for programs that read what `covey run --json` prints."""
+    return json.dumps({"event": event, "at": round(time.time(), 3), **about}).encode() + b"\n"
+
+
+class JsonStream:
+    """One output stream of one rank as lines of JSON: one for each of its lines, as `covey logs --json` has them."""
+
+    show_at: float | None = None
+    """Never: a part of a line is no event."""
+
+    def __init__(self, stream: int, machine: str, rank: Callable[[], int | None]) -> None:
+        self._stream, self._machine, self._rank = "stderr" if stream == 2 else "stdout", machine, rank
+        self._held = HeldLine()
+
+    def feed(self, data: bytes, *, now: float) -> bytes:
+        """Take output of the rank, and return what to write now."""
+        return self._events(self._held.take(data))
+
+    def flush(self) -> bytes:
+        """Return nothing: a part of a line is no event."""
+        return b""
+
+    def end(self) -> bytes:
+        """Return the rest as a finished line."""
+        return self._events(self._held.rest())
+
+    def _events(self, text: bytes) -> bytes:
+        about = {"machine": self._machine, "rank": self._rank(), "stream": self._stream}
+        lines = text.decode(errors="replace").splitlines()
+        return b"".join(event_line("output", **about, text=line) for line in lines)

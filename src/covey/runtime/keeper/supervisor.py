@@ -17,15 +17,16 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.text import duration
+from covey.net.host.machine import short_host_name
 from covey.net.host.run_notes import KEPT_FOLDER, last_reported
 from covey.net.host.saved_runs import STOPPED_BY, Absence
 from covey.runtime.clocks import waking_clock
 from covey.runtime.keeper.keeper import RANK_FAILURE_GRACE, RESTARTS, TERM_GRACE
-from covey.runtime.keeper.output import Cursor, OutputStream
+from covey.runtime.keeper.output import Cursor, JsonStream, OutputStream, event_line
 from covey.runtime.keeper.output_descriptor import OutputDescriptor, fill_standard_descriptors, is_same_file
 from covey.runtime.keeper.presence import ABOUT_TO_SLEEP, CONDITIONS, STOOD_STILL
 from covey.runtime.keeper.rank_logs import RankLogs
-from covey.runtime.processes import describe_end, exit_status
+from covey.runtime.processes import describe_end, exit_status, signal_name
 from covey.runtime.signals import signals_noted
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ SETTLE_EVERY: Final = 0.02
 """Seconds between checks whether the members of a run have said if it survives a failure."""
 
 
+def stopping_text(signum: int) -> str:
+    """Return what is said when a signal asks a run to end."""
+    is_typed = signum == signal.SIGINT
+    return "Stopping… press Ctrl-C again to kill" if is_typed else f"{signal_name(signum)}: stopping…"
+
+
 def keep(
     make_run: Callable[[], HostRun],
     argv: Sequence[str],
@@ -61,6 +68,7 @@ def keep(
     is_solo: bool = False,
     kept: SavedRun | None = None,
     presence: MachinePresence | None = None,
+    as_json: bool = False,
 ) -> int:
     """Run `argv` as every process of a run and relay their output; return the exit code of the first failure, or 0.
 
@@ -71,7 +79,8 @@ def keep(
     With `log_dir`, the output of each rank is also written to a file there. If two or more processes succeed and none
     ever joined the run, the code is `NEVER_JOINED_CODE`, unless the run `is_solo`. If files in `log_dir` lack output,
     it is not 0. What the processes print, and how the run ends, is `kept`, too. The processes leave a run of a cluster
-    while `presence` says that this machine should take no part, and return afterwards.
+    while `presence` says that this machine should take no part, and return afterwards. With `as_json`, what they print
+    and what happens to them are lines of JSON on standard output.
 
     Call it on the main thread: it takes over signal handling, before it makes the run, until it returns.
     """
@@ -80,7 +89,9 @@ def keep(
     env = {**(env or {}), **({} if kept is None else {KEPT_FOLDER: str(kept.folder)})}
     logs = None if log_dir is None else RankLogs(log_dir)
     with signals_noted(arrived) as wake, make_run() as run:
-        supervisor = _Supervisor(run, _Command(argv, env, restarts, is_solo), wake, arrived, logs, kept, presence)
+        supervisor = _Supervisor(
+            run, _Command(argv, env, restarts, is_solo), wake, arrived, logs, kept, presence, as_json=as_json
+        )
         if http is None:
             return supervisor.run_to_end()
         from covey.runtime.keeper.pages import serve_ranks  # takes a while to load
@@ -95,7 +106,7 @@ class _Pipe(NamedTuple):
 
     child: Child
     target: int
-    stream: OutputStream
+    stream: OutputStream | JsonStream
     label: Callable[[], str]
 
 
@@ -132,9 +143,11 @@ class _Supervisor:
         logs: RankLogs | None,
         kept: SavedRun | None,
         presence: MachinePresence | None,
+        *,
+        as_json: bool,
     ) -> None:
         self._run, self._command, self._logs, self._kept = run, command, logs, kept
-        self._presence = presence
+        self._presence, self._as_json = presence, as_json
         self._away: _Away | None = None
         self._wake, self._arrived = wake, arrived
         self._children = run.children
@@ -142,7 +155,7 @@ class _Supervisor:
         self._pipes: dict[tuple[Child, int], _Pipe] = {}
         """What has not come to its end, by process and descriptor."""
         self._out = Cursor()
-        self._err = self._out if is_same_file(1, 2) else Cursor()
+        self._err = self._out if as_json or is_same_file(1, 2) else Cursor()
         self._started: dict[int, Child] = {}
         """By rank: the latest process."""
         self._alive: dict[int, Child] = {}
@@ -175,6 +188,7 @@ class _Supervisor:
     def run_to_end(self) -> int:
         """Start all ranks, supervise them until the last has ended, and return the exit code of the run."""
         code = self._run_to_end()
+        self._tell("ended", code=code, reason=self._reason if code else "")
         if self._kept is not None:
             self._kept.end(code, self._reason if code else "")
         return code
@@ -231,9 +245,28 @@ class _Supervisor:
         self._started[rank] = self._alive[rank] = process
         label = functools.partial(self._run.label, rank, process)
         for target, cursor in ((1, self._out), (2, self._err)):
-            coloured = os.isatty(target) and not os.environ.get("NO_COLOR")
-            stream = OutputStream(rank, cursor, coloured=coloured, label=label)
+            stream = self._stream(rank, process, target, cursor, label)
             self._pipes[process, target] = _Pipe(process, target, stream, label)
+        self._tell("started", process=rank, pid=process.pid, restarts=restarts)
+
+    def _stream(
+        self, number: int, process: Child, target: int, cursor: Cursor, label: Callable[[], str]
+    ) -> OutputStream | JsonStream:
+        """Return what makes the output of a process ready to be written."""
+
+        def rank() -> int | None:
+            label()  # it takes what the process has told by now
+            return self._run.rank_of(number, process)
+
+        if self._as_json:
+            return JsonStream(target, short_host_name(), rank)
+        coloured = os.isatty(target) and not os.environ.get("NO_COLOR")
+        return OutputStream(number, cursor, coloured=coloured, label=label)
+
+    def _tell(self, event: str, **about: object) -> None:
+        """Write an event of the run, if they are asked for."""
+        if self._as_json:
+            self._write(1, event_line(event, machine=short_host_name(), **about))
 
     def _start_again(self, rank: int) -> None:
         is_over = self._is_over(rank)
@@ -304,8 +337,7 @@ class _Supervisor:
                 self._code = self._code or 128 + signum
             self._children.signal(signum)
             self._stop_at(time.monotonic() + SIGNAL_GRACE)
-            is_typed = signum is signal.SIGINT
-            self.note("Stopping… press Ctrl-C again to kill" if is_typed else f"{signum.name}: stopping…")
+            self.note(stopping_text(signum))
         elif signum is signal.SIGINT:
             self._steps = [(time.monotonic(), signal.SIGKILL)]
 
@@ -409,6 +441,7 @@ class _Supervisor:
         self._failed = [(rank, code, by + gap) for rank, code, by in self._failed]
 
     def _on_end(self, rank: int, code: int) -> None:
+        self._tell("exited", process=rank, pid=self._started[rank].pid, code=exit_status(code))
         if self._away is not None and rank in self._away.ranks and self._told is None and not self._has_found_end():
             return  # it was asked to leave, and will be back
         if code == 0:
@@ -494,6 +527,8 @@ class _Supervisor:
     def note(self, text: str) -> None:
         """Write a line about the run."""
         self._keep(None, None, 2, f"covey: {text}\n".encode())
+        if self._as_json:
+            return self._tell("note", text=text)
         self._write(2, self._err.make_room() + f"covey: {text}\n".encode())
 
     def _keep(self, number: int | None, rank: int | None, stream: int, data: bytes) -> None:
@@ -502,6 +537,7 @@ class _Supervisor:
             self.note(problem)
 
     def _write(self, target: int, data: bytes) -> None:
+        target = 1 if self._as_json else target
         # If a pager does not read, this process must still pass signals on, and must be able to end. Output that cannot
         # be written at all does not end a run.
         rest, descriptor = memoryview(data), self._descriptors[target]
