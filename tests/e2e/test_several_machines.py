@@ -160,7 +160,7 @@ def test_ctrl_c_reaches_all_ranks(town: Town) -> None:
     assert code == 130, err
     assert len(lines_with(out, "interrupted")) == 2
     assert err.count("Stopping…") == 1, err
-    last = json.loads(town.desk.covey("history", "--json").stdout)[-1]
+    last = json.loads(town.desk.covey("history", "--json").stdout)[0]
     assert (last["ranks"], last["code"], last["reason"]) == (2, 130, "stopped by SIGINT")
     assert last["machines"] == sorted(town.names.values())
 

@@ -102,7 +102,9 @@ class Place:
     def refused(self, on: str, *, yes: bool = False) -> str:
         """Return why `covey run --on` refuses."""
         with pytest.raises(ConfigError) as raised:
-            several_machines.start(TRAIN, FanOut(None, {}, (), None, False, (), yes), on=on, hosts=None)
+            several_machines.start(
+                TRAIN, FanOut(None, {}, (), None, False, (), yes), lambda _machines, _ranks: None, on=on, hosts=None
+            )
         return str(raised.value)
 
 
