@@ -3,6 +3,7 @@ afterwards."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -30,6 +31,10 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # With it, a program writes each word of a line by itself, and a process that stands still between two of them may have
 # its line cut by another. Tests of such programs set it.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# Importing the tests makes a million objects and hardly any garbage: looking for that, again and again among all of
+# them, is a third of the time. `pytest_collection_finish` begins to look.
+gc.disable()
 
 # A program that a script or nohup starts in the background ignores these signals, and so would every process of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -64,6 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sets.pytest_collection_modifyitems(config, items)
     workers.pytest_collection_modifyitems(config, items)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support import forked
-from tests.support.jobs import SOURCE
+from tests.support.jobs import LAUNCHERS, SOURCE
 from tests.support.waiting import DEADLINE
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -38,11 +39,12 @@ def lines_of(folder: Path, code: str, *words: str) -> list[str]:
     """Return what a program prints when these words start it, without the numbers of its processes, sorted."""
     script = folder / "program.py"
     script.write_text(code)
-    environment = {"PYTHONPATH": str(SOURCE), "PATH": f"{BIN}:/usr/bin:/bin", "HOME": str(folder)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    environment = kept | {"PYTHONPATH": str(SOURCE), "PATH": f"{BIN}:/usr/bin:/bin", "HOME": str(folder)}
     popen = forked.TorchPopen if "import torch" in code else forked.Popen
     ended = forked.run(
         [*words, str(script)], popen=popen,
-        capture_output=True, text=True, timeout=DEADLINE, env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=DEADLINE, env=environment,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return sorted(re.sub(r"^\[(default)?\d+\]:? ?", "", line) for line in ended.stdout.splitlines())

@@ -33,7 +33,7 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from tests.support import forked
+from tests.support import fork_server, forked
 from tests.support.guard import stacks_below
 from tests.support.waiting import HANG
 
@@ -302,6 +302,7 @@ def _work(session: pytest.Session, number: int, channel: Connection) -> None:
 
 def _prepare(config: pytest.Config, number: int, channel: Connection) -> None:
     """Give a fork what it may not share with its siblings: number, network, folder, captured output, chance."""
+    gc.set_threshold(fork_server.OBJECTS_BETWEEN_COLLECTIONS)
     os.environ[VARIABLE] = f"gw{number}"
     _own_network()
     factory: Any = config._tmp_path_factory  # type: ignore[attr-defined]
