@@ -425,6 +425,10 @@ def test_a_constant_is_defined_once() -> None:
     assert tools.house.constants_twice(house()) == {}
 
 
+def test_no_function_takes_more_than_twelve_parameters() -> None:
+    assert tools.house.long_calls(house()) == {}
+
+
 def test_processes_are_started_and_supervised_in_one_place() -> None:
     """`runtime.processes.Children`; simulated networks, which are no part of a run, and mpirun's ranks apart.
 

@@ -39,7 +39,7 @@ def command_of(request: Callable[..., _Request], name: str, then: Callable[[_Req
     """Return a function from which typer makes the command `name`: it calls `then` with what was typed.
 
     Its options are the fields of `request`, and one for each setting that has an option of this command, under the
-    heading of its section.
+    heading of its section. A command without such settings needs no field `settings`.
     """
     hints = get_type_hints(request, include_extras=True)
     own = [each for each in dataclasses.fields(request) if each.name != "settings"]  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def command_of(request: Callable[..., _Request], name: str, then: Callable[[_Req
     @functools.wraps(then)
     def command(**given: Any) -> None:
         chosen = {row.name: value for row in rows if (value := _text(given.pop(_word(row)))) is not None}
-        then(request(**given, settings=chosen))
+        then(request(**given, settings=chosen) if rows else request(**given))
 
     parameters = [_parameter(each.name, hints[each.name], each.default) for each in own]
     for row in rows:

@@ -20,7 +20,7 @@ from covey.lab.invariants import BrokenError
 from covey.lab.world import SimulatedWorld
 from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Installed, Persist, QuorumLost, SendToNode
-from covey.proto.joining import Agree, Bind, Joining, Remember, Say, founding_record, seated_for
+from covey.proto.joining import Agree, Bind, Joining, JoiningPace, Remember, Say, founding_record, seated_for
 from covey.proto.membership import Membership
 from covey.wire.formation import FoundingMember, Here, Phase, Terms
 from covey.wire.lineage import Ending, Remembered
@@ -83,8 +83,7 @@ class SimulatedProcess:
             is_returning=is_returning,
             is_elastic=True,
             wall=lambda: 1e9 + story.world.now,
-            view_patience=STORY_PATIENCE,
-            relink=STORY_RELINK,
+            pace=JoiningPace(view_patience=STORY_PATIENCE, relink=STORY_RELINK),
         )
         self.joining.may_go_on = lambda: self.core is not None and self.core.hears_quorum
         self.origin = b""

@@ -92,6 +92,19 @@ def seated_for(peer_id: bytes, bound: Bound | None) -> Seated | None:
     return Seated(bound.origin, first)
 
 
+@dataclass(frozen=True, slots=True)
+class JoiningPace:
+    """How long a node waits on its way into a run, in seconds."""
+
+    settle: float = SETTLE
+    proposal_patience: float = PROPOSAL_PATIENCE
+    view_patience: float = VIEW_PATIENCE
+    relink: float = RELINK
+
+
+USUAL_PACE: Final = JoiningPace()
+
+
 class Joining:
     """One node's way into a run. Perform `effects` in order after every call; call `tick` at `next_deadline`."""
 
@@ -109,10 +122,7 @@ class Joining:
         is_elastic: bool = False,
         min_hosts: int = 1,
         wall: Callable[[], float] = lambda: 0.0,
-        settle: float = SETTLE,
-        patience: float = PROPOSAL_PATIENCE,
-        view_patience: float = VIEW_PATIENCE,
-        relink: float = RELINK,
+        pace: JoiningPace = USUAL_PACE,
     ) -> None:
         """Begin with what is on disk: the lineages that this machine knows, and what an earlier life was bound to.
 
@@ -120,7 +130,7 @@ class Joining:
         just before.
         """
         self._me, self._random = me, random
-        self._view_patience, self._relink = view_patience, relink
+        self._pace = pace
         self._effects: list[Effect] = []
         self._binds: list[Bind] = []
         """What this node is bound to, in order; only the last has to be durable."""
@@ -144,8 +154,8 @@ class Joining:
             is_elastic=is_elastic,
             min_hosts=min_hosts,
             wall=wall,
-            settle=settle,
-            patience=patience,
+            settle=pace.settle,
+            patience=pace.proposal_patience,
         )
         self.formation.believes = self._believes
         self._accepted = b""
@@ -304,8 +314,8 @@ class Joining:
                 self._me.life,
                 self._random,
                 now,
-                patience=self._view_patience,
-                relink=self._relink,
+                patience=self._pace.view_patience,
+                relink=self._pace.relink,
                 votes_only=True,
             )
             for peer_id, life in self._links.items():

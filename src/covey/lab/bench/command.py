@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from covey.base.config import split_list
 from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
 from covey.cli.layout import room
+from covey.cli.options import command_of
 from covey.cli.terminal import is_lively, working
 from covey.compress.policy import split_items
 from covey.lab.bench.machine import machine_facts
@@ -53,37 +55,39 @@ CODECS = "none,fp16,bf16,fp8,int8,int4,onebit,topk(0.01),randomk(0.01),powersgd(
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
-@app.callback(invoke_without_command=True)
-def bench(
-    ctx: typer.Context,
+@dataclass(frozen=True)
+class BenchRequest:
+    """What was typed for `covey bench`."""
+
+    ctx: typer.Context
     op: Annotated[
         str, typer.Option(help="Operations, separated by commas, or [bold]all[/].", show_default="all_reduce")
-    ] = "",
+    ] = ""
     sizes: Annotated[
         str, typer.Option(help="Bytes per rank; K, M and G are binary.", show_default=DEFAULT_SIZES_TEXT)
-    ] = "",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks.", show_default="2")] = "",
+    ] = ""
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.", show_default="2")] = ""
     lanes: Annotated[
         str | None,
         typer.Option(
             help=f"covey's lanes: {', '.join(MEASURED_LANES)}. In a run: one for all pairs, not the best of each.",
             show_default="shm,tcp",
         ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Element type.", show_default="float32")] = "",
-    against: Annotated[str, typer.Option(help="Opponents, interleaved: gloo, mpi, mpi-tcp.")] = "",
-    torch: Annotated[bool, typer.Option("--torch", help="Call covey through torch.distributed.")] = False,
-    busy: Annotated[bool, typer.Option("--busy", help="Add a busy Python thread to every rank of every side.")] = False,
-    reps: Annotated[int | None, typer.Option(help="Rounds of each contender.", show_default="7")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and shorter rounds.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number here.", dir_okay=False)] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw latency and bandwidth here, as SVG.", dir_okay=False)] = None,
+    ] = None
+    dtype: Annotated[str, typer.Option(help="Element type.", show_default="float32")] = ""
+    against: Annotated[str, typer.Option(help="Opponents, interleaved: gloo, mpi, mpi-tcp.")] = ""
+    torch: Annotated[bool, typer.Option("--torch", help="Call covey through torch.distributed.")] = False
+    busy: Annotated[bool, typer.Option("--busy", help="Add a busy Python thread to every rank of every side.")] = False
+    reps: Annotated[int | None, typer.Option(help="Rounds of each contender.", show_default="7")] = None
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and shorter rounds.")] = False
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number here.", dir_okay=False)] = None
+    plot: Annotated[Path | None, typer.Option(help="Draw latency and bandwidth here, as SVG.", dir_okay=False)] = None
     run_name: Annotated[
         str | None,
         typer.Option(
             "--run", metavar="RUN", help="Measure between machines: join the run of this name.", rich_help_panel=BETWEEN
         ),
-    ] = None,
+    ] = None
     pair_seconds: Annotated[
         float | None,
         typer.Option(
@@ -92,11 +96,11 @@ def bench(
             show_default=f"{PAIR_SECONDS:g}",
             rich_help_panel=BETWEEN,
         ),
-    ] = None,
+    ] = None
     size: Annotated[
         int | None,
         typer.Option("--size", min=1, metavar="N", help="Exactly N nodes.", rich_help_panel=BETWEEN),
-    ] = None,
+    ] = None
     min_size: Annotated[
         int | None,
         typer.Option(
@@ -107,11 +111,11 @@ def bench(
             show_default=SETTINGS["run_min_size"].shown_default,
             rich_help_panel=BETWEEN,
         ),
-    ] = None,
+    ] = None
     max_size: Annotated[
         int | None,
         typer.Option("--max", min=1, metavar="N", help="Take no more nodes than this.", rich_help_panel=BETWEEN),
-    ] = None,
+    ] = None
     wait: Annotated[
         float | None,
         typer.Option(
@@ -121,82 +125,115 @@ def bench(
             show_default=SETTINGS["join_timeout"].shown_default,
             rich_help_panel=BETWEEN,
         ),
-    ] = None,
+    ] = None
     cluster: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The cluster, if this machine is in several.", rich_help_panel=BETWEEN),
-    ] = None,
+    ] = None
     seeds: Annotated[
         str | None,
         typer.Option(
             metavar="A,B", help="host:port of nodes, for networks without multicast.", rich_help_panel=BETWEEN
         ),
-    ] = None,
+    ] = None
     interfaces: Annotated[
         str | None,
         typer.Option(
             metavar="P", help="Network interfaces to use: eth*,!docker* or 10.0.0.0/8.", rich_help_panel=BETWEEN
         ),
-    ] = None,
+    ] = None
     new: Annotated[
         bool,
         typer.Option(
             "--new", help="Give up an earlier run of this name that is not known to be over.", rich_help_panel=BETWEEN
         ),
-    ] = False,
-) -> None:
+    ] = False
+
+
+def bench(asked: BenchRequest) -> None:
     """Measure the collectives on this machine, alone or side by side with gloo and Open MPI.
 
     Between machines, `covey bench --run RUN` on each of them, or `covey run --on all covey bench` from one, measures
     every pair of ranks and then the collectives among all of them. Rank 0 prints the results. Options that say what to
     measure need to be given on one machine only.
     """
-    if ctx.invoked_subcommand is not None:
+    if asked.ctx.invoked_subcommand is not None:
         return
-    files = {kind: path for kind, path in (("json", json_file), ("plot", plot)) if path is not None}
+    files = {kind: path for kind, path in (("json", asked.json_file), ("plot", asked.plot)) if path is not None}
     for path in files.values():
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {path.absolute().parent}")
-    of_nodes = {"--size": size, "--min": min_size, "--max": max_size, "--wait": wait, "--cluster": cluster}
-    of_nodes |= {"--seeds": seeds, "--interfaces": interfaces, "--new": new}
-    if run_name is not None or is_in_a_run(os.environ):
-        require_one_machine({"--ranks": ranks, "--against": against, "--torch": torch, "--busy": busy})
-        if run_name is None:
-            require_run(of_nodes)
-        what: dict[str, Any] = {"--op": op, "--sizes": sizes, "--dtype": dtype, "--reps": reps}
-        what |= {"--quick": quick or None, "--pair-seconds": pair_seconds}
-        sought: dict[str, Any] = {"run": run_name, "size": size, "min_size": min_size, "max_size": max_size}
-        sought |= {"timeout": wait, "cluster": cluster, "seeds": None if seeds is None else split_list(seeds)}
-        run_network(
-            NetworkRequest(
-                options={option: str(value) for option, value in what.items() if value not in (None, "")},
-                join={**sought, "interfaces": interfaces, "lanes": lanes, "new": new or None},
-                files=files,
-            )
-        )
-        return
-    require_run(of_nodes | {"--pair-seconds": pair_seconds})
+    if asked.run_name is not None or is_in_a_run(os.environ):
+        _measure_between(asked, files)
+    else:
+        _measure_here(asked, files)
+
+
+app.callback(invoke_without_command=True)(command_of(BenchRequest, "bench", bench))
+
+
+def _measure_between(asked: BenchRequest, files: dict[str, Path]) -> None:
+    """Measure in a run of several machines."""
+    options = {"--ranks": asked.ranks, "--against": asked.against, "--torch": asked.torch, "--busy": asked.busy}
+    require_one_machine(options)
+    if asked.run_name is None:
+        require_run(_of_nodes(asked))
+    what: dict[str, Any] = {"--op": asked.op, "--sizes": asked.sizes, "--dtype": asked.dtype, "--reps": asked.reps}
+    what |= {"--quick": asked.quick or None, "--pair-seconds": asked.pair_seconds}
+    sought = {
+        "run": asked.run_name,
+        "size": asked.size,
+        "min_size": asked.min_size,
+        "max_size": asked.max_size,
+        "timeout": asked.wait,
+        "cluster": asked.cluster,
+        "seeds": None if asked.seeds is None else split_list(asked.seeds),
+        "interfaces": asked.interfaces,
+        "lanes": asked.lanes,
+        "new": asked.new or None,
+    }
+    given = {option: str(value) for option, value in what.items() if value not in (None, "")}
+    run_network(NetworkRequest(options=given, join=sought, files=files))
+
+
+def _of_nodes(asked: BenchRequest) -> dict[str, Any]:
+    """Return the options that only a run of several machines has."""
+    return {
+        "--size": asked.size,
+        "--min": asked.min_size,
+        "--max": asked.max_size,
+        "--wait": asked.wait,
+        "--cluster": asked.cluster,
+        "--seeds": asked.seeds,
+        "--interfaces": asked.interfaces,
+        "--new": asked.new,
+    }
+
+
+def _measure_here(asked: BenchRequest, files: dict[str, Path]) -> None:
+    """Measure between processes of this machine."""
+    require_run(_of_nodes(asked) | {"--pair-seconds": asked.pair_seconds})
     sweep = Sweep(
-        operations=parse_operations(op or "all_reduce"),
-        sizes=parse_sizes(sizes or (QUICK_SIZES if quick else DEFAULT_SIZES_TEXT)),
-        ranks=parse_numbers("--ranks", ranks or "2"),
-        lanes=parse_names("shm,tcp" if lanes is None else lanes),
-        opponents=parse_names(against),
-        dtype=dtype or "float32",
-        repetitions=(3 if quick else 7) if reps is None else reps,
-        round_seconds=0.03 if quick else 0.1,
-        busy=busy,
-        through_torch=torch,
+        operations=parse_operations(asked.op or "all_reduce"),
+        sizes=parse_sizes(asked.sizes or (QUICK_SIZES if asked.quick else DEFAULT_SIZES_TEXT)),
+        ranks=parse_numbers("--ranks", asked.ranks or "2"),
+        lanes=parse_names("shm,tcp" if asked.lanes is None else asked.lanes),
+        opponents=parse_names(asked.against),
+        dtype=asked.dtype or "float32",
+        repetitions=(3 if asked.quick else 7) if asked.reps is None else asked.reps,
+        round_seconds=0.03 if asked.quick else 0.1,
+        busy=asked.busy,
+        through_torch=asked.torch,
     )
     require_libraries(sweep)
     console, facts = Console(), machine_facts()
     console.print(headline(facts, sweep), style="dim", highlight=False, soft_wrap=not console.is_terminal)
     with cleaning_up_on(signal.SIGTERM, signal.SIGHUP):
         measurements, versions = run_sweep(sweep, console)
-    if json_file is not None:
-        json_file.write_text(json.dumps(as_json(sweep, measurements, facts, versions), separators=(",", ":")))
-    if plot is not None:
-        plot.write_text(draw(measurements, headline(facts, sweep)))
+    if asked.json_file is not None:
+        asked.json_file.write_text(json.dumps(as_json(sweep, measurements, facts, versions), separators=(",", ":")))
+    if asked.plot is not None:
+        asked.plot.write_text(draw(measurements, headline(facts, sweep)))
     for path in files.values():
         console.print(f"wrote {path}", highlight=False)
 

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from covey.base.config import split_list
 from covey.base.errors import ConfigError
-from covey.cli.options import setting_option
+from covey.cli.options import command_of, setting_option
 from covey.cli.run import command_line
 from covey.lab.chaos.checked_run import CheckedRun, check_again, draw
 from covey.lab.chaos.command_run import CommandRun, Relay
@@ -39,11 +40,13 @@ CHAOS_WIDTH: Final = 140
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
-def chaos(
+@dataclass(frozen=True)
+class ChaosRequest:
+    """What was typed for `covey chaos`."""
+
     command: Annotated[
         list[str] | None, typer.Argument(metavar="[COMMAND...]", help="A script or program; after --.")
-    ] = None,
+    ] = None
     processes: Annotated[
         int | None,
         typer.Option(
@@ -52,25 +55,25 @@ def chaos(
             help="Processes that the job begins with; with --hosts, on each.",
             show_default="3; with --check, what the seed says",
         ),
-    ] = None,
+    ] = None
     check: Annotated[
         bool,
         typer.Option(
             "--check",
             help="Instead of a command, run a workload that checks every operation against its exact result.",
         ),
-    ] = False,
+    ] = False
     hosts: Annotated[
         int | None,
         typer.Option(metavar="H", help="With --check: on H hosts, made of network namespaces; as root, on Linux."),
-    ] = None,
-    runs: Annotated[int, typer.Option(min=1, metavar="R", help="With --check: R runs, each with the next seed.")] = 1,
+    ] = None
+    runs: Annotated[int, typer.Option(min=1, metavar="R", help="With --check: R runs, each with the next seed.")] = 1
     records: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Check again what a run of --check left in a folder.")
-    ] = None,
+    ] = None
     seed: Annotated[
         int | None, typer.Option(help="Same seed, same faults in the same order.", show_default="a new one")
-    ] = None,
+    ] = None
     faults: Annotated[
         str | None,
         typer.Option(
@@ -78,15 +81,13 @@ def chaos(
             help=f"Kinds of faults: {', '.join(known('command'))}; with --check, more, which the guide lists.",
             show_default="all that work here",
         ),
-    ] = None,
-    every: Annotated[float, typer.Option(metavar="S", help="Seconds between faults, on average.")] = 2.0,
-    count: Annotated[
-        int | None, typer.Option(min=0, help="Faults at most.", show_default="10; with --check, 7")
-    ] = None,
+    ] = None
+    every: Annotated[float, typer.Option(metavar="S", help="Seconds between faults, on average.")] = 2.0
+    count: Annotated[int | None, typer.Option(min=0, help="Faults at most.", show_default="10; with --check, 7")] = None
     duration: Annotated[
         float | None, typer.Option(metavar="S", help="No fault later than this; the job then finishes undisturbed.")
-    ] = None,
-    restarts: Annotated[int, typer.Option(min=0, metavar="N", help="Restart a failed process up to N times.")] = 0,
+    ] = None
+    restarts: Annotated[int, typer.Option(min=0, metavar="N", help="Restart a failed process up to N times.")] = 0
     min_alive: Annotated[
         int | None,
         typer.Option(
@@ -94,16 +95,18 @@ def chaos(
             help="Leave at least N members undisturbed at any time.",
             show_default="1; with --check, 0",
         ),
-    ] = None,
+    ] = None
     timeout: Annotated[
         float | None, typer.Option(metavar="S", help="End the job after this long.", show_default="never")
-    ] = None,
-    lanes: Annotated[str | None, setting_option("lanes")] = None,
-    on_loss: Annotated[str | None, setting_option("on_loss", default="what the job says")] = None,
+    ] = None
+    lanes: Annotated[str | None, setting_option("lanes")] = None
+    on_loss: Annotated[str | None, setting_option("on_loss", default="what the job says")] = None
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object at the end; what the job prints goes to stderr.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+def chaos(asked: ChaosRequest) -> None:
     """Run a job on this machine, break its processes and connections, and report what survived.
 
     Processes are killed, stopped, slowed down, asked to leave, disconnected from the others, and added, at times that
@@ -115,57 +118,60 @@ def chaos(
     records are checked afterwards: exact results, the same outcome on all ranks, no gaps, one sequence of generations.
     Exits with 0 if every check passes.
     """
-    if (records is not None or check) and (command or (check and records is not None)):
+    if (asked.records is not None or asked.check) and (asked.command or (asked.check and asked.records is not None)):
         raise ConfigError("--check and --records take no command, and only one of them")
-    if records is not None:
-        raise typer.Exit(_tell([check_again(records)], as_json=as_json))
-    kinds = tuple(dict.fromkeys(split_list(faults or "")))
+    if asked.records is not None:
+        raise typer.Exit(_tell([check_again(asked.records)], as_json=asked.as_json))
+    kinds = tuple(dict.fromkeys(split_list(asked.faults or "")))
     if not kinds or "cut" in kinds:
-        kinds = _without_cut(kinds, "hosts" if hosts is not None else "machine" if check else "command")
-    seed = random.SystemRandom().randrange(1 << 31) if seed is None else seed
+        kinds = _without_cut(kinds, "hosts" if asked.hosts is not None else "machine" if asked.check else "command")
+    seed = random.SystemRandom().randrange(1 << 31) if asked.seed is None else asked.seed
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # under nohup it stays ignored
             signal.signal(signum, _interrupt)
-    if check:
-        if restarts or timeout is not None or on_loss is not None:
+    if asked.check:
+        if asked.restarts or asked.timeout is not None or asked.on_loss is not None:
             raise ConfigError("--restarts, --timeout and --on-loss go with a command, not with --check")
-        if hosts is not None:
+        if asked.hosts is not None:
             require_hosts()
         drawn = [
             draw(
                 seed + number,
-                processes=processes,
-                hosts=hosts,
+                processes=asked.processes,
+                hosts=asked.hosts,
                 kinds=kinds,
-                every=every,
-                count=7 if count is None else count,
-                duration=duration,
-                min_alive=min_alive or 0,
-                lanes=lanes or "",
+                every=asked.every,
+                count=7 if asked.count is None else asked.count,
+                duration=asked.duration,
+                min_alive=asked.min_alive or 0,
+                lanes=asked.lanes or "",
             )
-            for number in range(runs)
+            for number in range(asked.runs)
         ]
-        raise typer.Exit(_check(drawn, as_json=as_json))
-    if not command:
+        raise typer.Exit(_check(drawn, as_json=asked.as_json))
+    if not asked.command:
         raise ConfigError("name a script or program after --, or use --check")
-    if hosts is not None or runs != 1:
+    if asked.hosts is not None or asked.runs != 1:
         raise ConfigError("--hosts and --runs go with --check")
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"--timeout {timeout:g} must be a number of seconds above 0")
+    if asked.timeout is not None and not asked.timeout > 0:
+        raise ConfigError(f"--timeout {asked.timeout:g} must be a number of seconds above 0")
     terms = ChaosTerms(
         seed=seed,
-        size=3 if processes is None else processes,
+        size=3 if asked.processes is None else asked.processes,
         kinds=kinds,
-        every=every,
-        count=10 if count is None else count,
-        duration=duration,
-        restarts=restarts,
-        min_alive=1 if min_alive is None else min_alive,
+        every=asked.every,
+        count=10 if asked.count is None else asked.count,
+        duration=asked.duration,
+        restarts=asked.restarts,
+        min_alive=1 if asked.min_alive is None else asked.min_alive,
     )
-    argv = command_line(command[0], command[1:], module=False)
-    settings = {"COVEY_LANES": lanes, "COVEY_ON_LOSS": on_loss}
+    argv = command_line(asked.command[0], asked.command[1:], module=False)
+    settings = {"COVEY_LANES": asked.lanes, "COVEY_ON_LOSS": asked.on_loss}
     env = {name: value for name, value in settings.items() if value is not None}
-    raise typer.Exit(_run(terms, argv, env, timeout, as_json=as_json))
+    raise typer.Exit(_run(terms, argv, env, asked.timeout, as_json=asked.as_json))
+
+
+app.command(context_settings={"allow_interspersed_args": False})(command_of(ChaosRequest, "chaos", chaos))
 
 
 def _run(terms: ChaosTerms, argv: list[str], env: dict[str, str], timeout: float | None, *, as_json: bool) -> int:

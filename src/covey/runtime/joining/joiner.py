@@ -16,7 +16,7 @@ from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError
 from covey.base.numbers import NO_RANK, Seat
 from covey.base.text import printable
 from covey.net.host.last_wait import FailedWait, forget_wait, keep_wait
-from covey.proto.joining import Agree, Bind, Joining, Remember, Say
+from covey.proto.joining import Agree, Bind, Joining, JoiningPace, Remember, Say
 from covey.runtime.driver import CoreDriver
 from covey.runtime.joining import waiting
 from covey.runtime.joining.cluster_links import ClusterLinks
@@ -85,7 +85,7 @@ class Joiner(MeshListener):
             is_elastic=is_elastic,
             min_hosts=min_hosts,
             wall=time.time,
-            view_patience=config.patience,
+            pace=JoiningPace(view_patience=config.patience),
         )
         self._driver = CoreDriver(self._core, self, is_ticking=False)
         self._formation = self._core.formation

@@ -353,16 +353,12 @@ def launched_links(
         seat=seat,
         size=1 + len(peers),
         run=launched.name,
-        config=config,
-        credentials=endpoint.credentials,
+        endpoint=endpoint,
         card=endpoint.card,
-        acceptor=endpoint.acceptor,
-        audit=endpoint.audit,
-        cluster=endpoint.cluster_tag,
+        config=config,
         peers=peers,
         links=links,
         closes=(mesh,),
-        on_close=endpoint.on_close,
     )
     links.serve(mesh, node)
     return node, links

@@ -26,7 +26,6 @@ from covey.runtime.lanes.lanes import Lanes
 from covey.runtime.peers.peer_table import Inbox, PeerTable, Routes
 from covey.runtime.report_files import open_sinks
 from covey.runtime.report_log import ReportLog
-from covey.runtime.state.audit import SILENT, Auditor
 from covey.runtime.state.checkpoints import Checkpoints
 from covey.runtime.state.store import Stores
 from covey.runtime.tasks import Tasks
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
     from covey.runtime.calls.functions import FunctionRegistry
     from covey.runtime.calls.serve import AwaitedCalls
     from covey.runtime.group.group import Group
-    from covey.runtime.links.acceptor import Acceptor
-    from covey.runtime.links.handshake import LinkCredentials
+    from covey.runtime.peers.endpoint import Endpoint
     from covey.runtime.peers.peer_table import MemberLinks
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.views.generation import Generation
@@ -70,37 +68,35 @@ class NodeParts:
         seat: Seat,
         size: int,
         run: str,
-        credentials: LinkCredentials,
+        endpoint: Endpoint,
         card: messages.Card,
         config: GroupConfig,
-        acceptor: Acceptor,
         peers: Mapping[Seat, RemoteProcess],
         links: MemberLinks,
         floor: int = 1,
         store: Callable[[Bound], None] | None = None,
         closes: Sequence[Closeable] = (),
-        audit: Auditor = SILENT,
-        cluster: str = "",
-        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Wire the parts; `views.begin` or `views.enter` puts the process into the run.
 
         Args:
             seat: the one of this process, which is its rank in the first generation.
+            endpoint: what this process listens with, and proves itself by; it is left when the node is closed.
+            card: the card of the endpoint, with the addresses that this process has now.
             peers: the other processes, by seat. Where ranks listen may come from rank 0's roster.
             links: links this process with the others.
             floor: no view has fewer members.
             store: makes durable what this node has promised.
-            cluster: differs between clusters; empty in a run without one.
-            closes: what is closed with this node, besides `acceptor`.
+            closes: what is closed with this node, besides the acceptor of the endpoint.
         """
         self.seat, self.size, self.run, self.config = seat, size, run, config
         self.since = time.time()
         """When this process was about to be in the run, in seconds since 1970."""
-        self.credentials, self.card, self.host = credentials, card, card.contact.host
-        self.acceptor, self.links, self.audit, self.cluster = acceptor, links, audit, cluster
-        self._closes: tuple[Closeable, ...] = (acceptor, *closes)
-        self._on_close = on_close
+        self.credentials, self.card, self.host = endpoint.credentials, card, card.contact.host
+        self.acceptor, self.audit, self.cluster = endpoint.acceptor, endpoint.audit, endpoint.cluster_tag
+        self.links = links
+        self._closes: tuple[Closeable, ...] = (endpoint.acceptor, *closes)
+        self._on_close = endpoint.on_close
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self.tasks = Tasks(f"run {run}")
@@ -108,12 +104,12 @@ class NodeParts:
         self.reports = ReportLog(self.events, open_sinks(os.environ, run, lambda: self.rank))
         self.peers = PeerTable(seat, peers, self.host)
         self.inbox = Inbox(self.peers)
-        self.routes = Routes(card, config.interfaces, credentials, links)
+        self.routes = Routes(card, config.interfaces, self.credentials, links)
         self.groups = GroupRegistry(self.peers)
         self.lanes = Lanes(
             config,
             card.contact,
-            acceptor,
+            self.acceptor,
             self.routes,
             peers=self.peers,
             tasks=self.tasks,
@@ -143,7 +139,7 @@ class NodeParts:
             store=store,
             tasks=self.tasks,
             events=self.events,
-            audit=audit,
+            audit=self.audit,
         )
         self.generation_table, self.newcomers = self.views.generations, self.views.newcomers
         self.measured: tuple[float, MeasuredNetwork] | None = None
