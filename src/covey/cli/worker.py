@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,6 +18,7 @@ from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES, parse_seed
 from covey.base.errors import ConfigError
 from covey.base.pace import Growing
 from covey.cli.coordinator import ClusterName, TlsCa, TlsCert, TlsKey  # noqa: TC001 - Typer reads the annotations
+from covey.cli.options import command_of
 from covey.cli.run import command_line
 from covey.runtime.environment import ClusterOptions
 from covey.runtime.joining.torch_env import without_rank
@@ -54,23 +55,25 @@ class WorkerCommand(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@app.command(cls=WorkerCommand, context_settings={"allow_interspersed_args": False})
-def worker(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
+@dataclass(frozen=True)
+class WorkerRequest:
+    """What was typed for `covey worker`."""
+
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")]
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None
     coordinator: Annotated[
         str | None, typer.Option(metavar="ADDR", help="Where `covey coordinator` listens, host:port.")
-    ] = None,
+    ] = None
     run: Annotated[
         str | None,
         typer.Option(metavar="RUN", help="The run of the coordinator.", show_default="the script's, without .py"),
-    ] = None,
+    ] = None
     worker_id: Annotated[
         str | None,
         typer.Option(
             "--id", metavar="NAME", help="What the coordinator calls this worker.", show_default="the name of the host"
         ),
-    ] = None,
+    ] = None
     address: Annotated[
         str | None,
         typer.Option(
@@ -78,27 +81,29 @@ def worker(
             help="Where this worker listens if it gets rank 0, host:port.",
             show_default="an address towards the coordinator",
         ),
-    ] = None,
-    size: Annotated[int | None, typer.Option(min=1, help="Workers of the run.")] = None,
-    min_size: Annotated[int | None, typer.Option(min=1, help="Instead of --size: the fewest workers.")] = None,
-    max_size: Annotated[int | None, typer.Option(min=1, help="Instead of --size: the most workers.")] = None,
+    ] = None
+    size: Annotated[int | None, typer.Option(min=1, help="Workers of the run.")] = None
+    min_size: Annotated[int | None, typer.Option(min=1, help="Instead of --size: the fewest workers.")] = None
+    max_size: Annotated[int | None, typer.Option(min=1, help="Instead of --size: the most workers.")] = None
     settle: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.0, help="How long to wait for more than the fewest workers.")
-    ] = 5.0,
+    ] = 5.0
     restarts: Annotated[
         int,
         typer.Option(min=0, metavar="N", help="Start a failed script again, up to N times: it joins the next round."),
-    ] = 0,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False,
+    ] = 0
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a Python module, as in `python -m`.")] = False
     python: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="The Python that runs the script.", show_default="the one that runs covey"),
-    ] = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    cluster: ClusterName = None,
-) -> None:
+    ] = None
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    cluster: ClusterName = None
+
+
+def worker(asked: WorkerRequest) -> None:
     """Start a script as a worker of a coordinator's run: covey worker train.py --coordinator 10.0.0.5:29300
 
     The script needs no change: covey.join() and init_process_group("covey") register it with the coordinator, and wait
@@ -110,7 +115,7 @@ def worker(
 
     Ctrl-C and SIGTERM are passed on to the script; a second Ctrl-C kills it. The exit code is that of the script.
     """
-    if coordinator is None:
+    if asked.coordinator is None:
         raise ConfigError(
             "say where the coordinator listens, as in `covey worker --coordinator 127.0.0.1:29300 train.py`"
         )
@@ -122,31 +127,44 @@ def worker(
     from covey.net.keys.organisation import PemFiles
 
     config = WorkerNodeConfig(
-        coordinator=coordinator,
-        run=run or (script if module else Path(script).stem),
-        worker_id=worker_id or "",
-        address=address or "",
-        size=size,
-        min_size=min_size,
-        max_size=max_size,
-        settle=settle,
-        cluster=cluster,
-        **{name: path and os.path.abspath(path) for name, path in _papers(tls_ca, tls_cert, tls_key)},
+        coordinator=asked.coordinator,
+        run=asked.run or (asked.script if asked.module else Path(asked.script).stem),
+        worker_id=asked.worker_id or "",
+        address=asked.address or "",
+        size=asked.size,
+        min_size=asked.min_size,
+        max_size=asked.max_size,
+        settle=asked.settle,
+        cluster=asked.cluster,
+        **{name: path and os.path.abspath(path) for name, path in _papers(asked.tls_ca, asked.tls_cert, asked.tls_key)},
     )
     pem = PemFiles.of(config.tls_ca, config.tls_cert, config.tls_key)
-    choose_security(parse_seed(coordinator).host, pem, ClusterOptions(cluster))
-    interpreter, *words = command_line(script, arguments or [], module=module, python=python)
-    if not module and (len(words) != 1 + len(arguments or []) or words[0] != script):
+    choose_security(parse_seed(asked.coordinator).host, pem, ClusterOptions(asked.cluster))
+    interpreter, *words = command_line(asked.script, asked.arguments or [], module=asked.module, python=asked.python)
+    if not asked.module and (len(words) != 1 + len(asked.arguments or []) or words[0] != asked.script):
         raise ConfigError(
-            f"{script} is not a Python script; a program in another language is a rank through `covey gateway`"
+            f"{asked.script} is not a Python script; a program in another language is a rank through `covey gateway`"
         )
-    kind = "module" if module else "script"
+    kind = "module" if asked.module else "script"
     given = {each.name: value for each in fields(config) if (value := getattr(config, each.name)) is not None}
-    command = [interpreter, "-m", PROGRAM, msgspec.json.encode(given).decode(), kind, script, *(arguments or [])]
+    command = [
+        interpreter,
+        "-m",
+        PROGRAM,
+        msgspec.json.encode(given).decode(),
+        kind,
+        asked.script,
+        *(asked.arguments or []),
+    ]
     own = {*LAUNCHER_VARIABLES, *RUN_VARIABLES}
     env = without_rank({name: value for name, value in os.environ.items() if name not in own})
     env |= {"COVEY_WORKER": WorkerNode(config).worker_id, "PYTHONUNBUFFERED": "1"}
-    raise typer.Exit(run_again(command, env, restarts))
+    raise typer.Exit(run_again(command, env, asked.restarts))
+
+
+app.command(cls=WorkerCommand, context_settings={"allow_interspersed_args": False})(
+    command_of(WorkerRequest, "worker", worker)
+)
 
 
 def _papers(*paths: str | None) -> zip[Any]:
