@@ -11,10 +11,15 @@ import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from covey.agent.callers import RestartedError
-from covey.agent.requests import OUTPUT_CHUNK_BYTES, PAGE_ENTRIES, Interpreter, StartRequest
+from covey.agent.environments import NEEDS_INDEX
+from covey.agent.own_wheel import make_own_wheel
+from covey.agent.requests import OUTPUT_CHUNK_BYTES, PAGE_ENTRIES, WHEEL_RUN, Interpreter, StartRequest
 from covey.agent.shares import Printed, Said, ShareEnded
+from covey.agent.snapshot import with_files
 from covey.base.errors import ConfigError, ConnectError, CoveyError
 from covey.base.pace import Growing
+from covey.base.text import printable
+from covey.base.version import __version__
 from covey.runtime.backoff import Backoff
 from covey.runtime.progress_bar import ProgressBar
 from covey.wire import messages
@@ -39,6 +44,8 @@ AGENT_PAUSES: Final = Growing(0.1, 1.0)
 PUTS_AT_ONCE: Final = 12
 """Chunks of files on the way: together they are less than what a link holds for a slow peer."""
 ASK_JOBS_EVERY: Final = 1.0
+INDEX_NAMES_SHOWN: Final = 400
+"""Characters of the names of packages that are not there."""
 
 
 class Launch(NamedTuple):
@@ -125,12 +132,6 @@ def launch(
     Raises:
         CoveyError: a machine refused, or could not be reached; the text says which and why.
     """
-
-    def prepare(agent: AgentCaller) -> None:
-        if wanted.interpreter.requirements:
-            _make_environment(agent, wanted.interpreter, note)
-
-    request = StartRequest(wanted.run, wanted.processes, wanted.options, wanted.words, wanted.interpreter, wanted.lease)
     said: list[str] = []
     with ProgressBar("files", 0) as bar:
 
@@ -140,10 +141,12 @@ def launch(
         for_all(agents, send)
     for line in said:
         note(line)
-    for_all(agents, prepare)
+    interpreters = _make_environments(agents, wanted.interpreter, note) if wanted.interpreter.requirements else {}
     numbers: dict[bytes, int] = {}
 
     def start(agent: AgentCaller) -> None:
+        interpreter = interpreters.get(agent.card.id, wanted.interpreter)
+        request = StartRequest(wanted.run, wanted.processes, wanted.options, wanted.words, interpreter, wanted.lease)
         numbers[agent.card.id] = agent.call("start_program", request)
 
     try:
@@ -241,9 +244,37 @@ def for_all(machines: Sequence[T], function: Callable[[T], None]) -> None:
         raise ConfigError("\n".join(sorted(map(str, errors))))
 
 
+def _make_environments(
+    agents: Sequence[AgentCaller], wanted: Interpreter, note: Callable[[str], None]
+) -> dict[bytes, Interpreter]:
+    """Make the environments of a requirements file; return by agent what to start programs with.
+
+    An agent of another release gets the covey of this process: the program meets the one that it was written with.
+    """
+    others = {agent.card.id for agent in agents if agent.card.version != __version__}
+    wheel = make_own_wheel() if others else None
+    made = {}
+
+    def make(agent: AgentCaller) -> None:
+        interpreter = wanted
+        if wheel is not None and agent.card.id in others:
+            interpreter = Interpreter("", wanted.requirements, wheel.digest)
+            with with_files({wheel.name: wheel.data}) as sent:
+                deliver(agent, WHEEL_RUN, sent, lambda _text: None)
+            note(f"{agent.name} has covey {agent.card.version}: the environment gets {__version__} from here")
+        _make_environment(agent, interpreter, note)
+        made[agent.card.id] = interpreter
+
+    for_all(agents, make)
+    return made
+
+
 def _make_environment(agent: AgentCaller, interpreter: Interpreter, note: Callable[[str], None]) -> None:
     has_said = False
-    for _ in agent.stream("make_environment", interpreter):
+    for piece in agent.stream("make_environment", interpreter):
         if not has_said:
             note(f"{agent.name}: making the environment of the requirements; this takes a while the first time")
             has_said = True
+        if piece.startswith(NEEDS_INDEX):
+            names = printable(piece.removeprefix(NEEDS_INDEX).decode(errors="replace").strip(), INDEX_NAMES_SHOWN)
+            note(f"{agent.name}: pip there needs its index, for {names}")

@@ -28,6 +28,8 @@ WORDS_BYTES: Final = 32 << 10
 """Characters of all of them."""
 JOB_PROCESSES_LIMIT: Final = 1024
 LEASE_LIMIT: Final = 3600.0
+WHEEL_RUN: Final = "the covey of a terminal"
+"""The folder to which the wheel of another release of covey is sent."""
 RunName = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 Word = Annotated[str, msgspec.Meta(max_length=WORDS_BYTES)]
 Words = Annotated[tuple[Word, ...], msgspec.Meta(max_length=ARGUMENTS_LIMIT)]
@@ -58,6 +60,8 @@ class Interpreter(msgspec.Struct, frozen=True, array_like=True):
     path: Annotated[str, msgspec.Meta(max_length=PATH_BYTES)] = ""
     requirements: Annotated[str, msgspec.Meta(max_length=OUTPUT_CHUNK_BYTES)] = ""
     """The text of a requirements file: the agent has an environment for each."""
+    release: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """With requirements: the SHA-256 of the wheel of covey that was sent for it; empty: the agent's own covey."""
 
 
 class StartRequest(msgspec.Struct, frozen=True, array_like=True):

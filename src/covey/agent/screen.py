@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.errors import CoveyError
-from covey.runtime.keeper.output import Cursor, HeldLine, event_line
+from covey.runtime.keeper.output import Cursor, HeldLine, event_line, note_line
 from covey.runtime.keeper.supervisor import INCOMPLETE_LOGS_CODE
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Show a line about the run."""
-        self._put(2, self._cursor[2].make_room() + f"covey: {text}\n".encode())
+        self._put(2, self._cursor[2].make_room() + note_line(text, 2))
 
     def note_for_all(self, text: str) -> None:
         """Show a line about the run, and not the same line of its machines."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from covey.agent import jobs
 from covey.agent.delivery import Delivery, mark_temporary, read_folder, remove_temporary, run_folder, work_folder
 from covey.agent.environments import Environments
 from covey.agent.requests import (
+    WHEEL_RUN,
     Chunk,
     FileChunk,
     Interpreter,
@@ -39,6 +41,7 @@ from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from covey.runtime.calls.functions import FunctionRegistry
     from covey.wire.messages import Card
@@ -157,10 +160,21 @@ class AgentService:
     # Programs
 
     def make_environment(self, requirements: Interpreter) -> Iterator[bytes]:
-        """Make the environment of a requirements file; yield what the installer prints."""
-        used = (job.request.interpreter for job in self.jobs.all() if not job.has_ended.is_set())
-        in_use = [each.requirements for each in used if each.requirements]
-        yield from self._environments.make(requirements.requirements, in_use)
+        """Make the environment of a requirements file; yield what the installer prints.
+
+        With a release, the caller has sent the wheel of its covey as the only file of the run WHEEL_RUN.
+        """
+        in_use = [job.request.interpreter for job in self.jobs.all() if not job.has_ended.is_set()]
+        wheel = self._sent_wheel(requirements.release) if requirements.release else None
+        yield from self._environments.make(requirements, in_use, wheel)
+
+    def _sent_wheel(self, digest: str) -> Path:
+        """Return the wheel that was sent; ConfigError if it is another one, which another caller has sent since."""
+        work = work_folder(run_folder(private_folder(self._folder / "runs"), WHEEL_RUN))
+        for path in work.glob("*.whl"):
+            if hashlib.sha256(path.read_bytes()).hexdigest() == digest:
+                return path
+        raise ConfigError("the wheel of covey that was sent is gone; start again")
 
     def start_program(self, request: StartRequest) -> int:
         """Start a program in the folder of its run; return its number."""
@@ -168,7 +182,7 @@ class AgentService:
         card = self._card_of(seat)
         python = request.interpreter.path
         if request.interpreter.requirements:
-            python = self._environments.python(request.interpreter.requirements)
+            python = self._environments.python(request.interpreter)
         elif python and not (os.path.isabs(python) and os.access(python, os.X_OK)):
             raise ConfigError(f"there is no interpreter {python} here; give the whole path of one")
         work = work_folder(run_folder(private_folder(self._folder / "runs"), request.run))

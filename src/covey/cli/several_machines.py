@@ -261,7 +261,9 @@ def _interpreter(requirements: str | None, python: str | None) -> Interpreter:
             f"--requirements {requirements}: {getattr(error, 'strerror', None) or 'it is no text'}"
         ) from None
     if not text.strip():
-        raise ConfigError(f"--requirements {requirements} names no package; add covey, and what the program needs")
+        raise ConfigError(
+            f"--requirements {requirements} names no package; leave it out, or add what the program needs"
+        )
     if len(text.encode()) > REQUIREMENTS_BYTES:
         raise ConfigError(f"--requirements {requirements} is longer than {REQUIREMENTS_BYTES >> 10} KiB")
     return Interpreter("", text)

@@ -365,6 +365,10 @@ class OutputTail:
         """Append output."""
         self._data = (self._data + data)[-CHILD_TAIL_BYTES:]
 
+    def lines(self) -> list[str]:
+        """Return the lines that are known; the first one may lack its beginning."""
+        return self._data.decode(errors="replace").splitlines()
+
     def quote(self) -> str:
         """Return the text to put behind an error message; "" if nothing was written."""
         text = self._data.decode(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""The output of several ranks in one stream: every line gets a prefix with its rank, or is a line of JSON. No I/O.
+"""The output of several ranks in one stream: every line gets a prefix with its rank, or is a line of JSON.
 
 Invariant: the lines of each rank and stream stay whole and in order. An unfinished line is shown after a pause, and
 continued in place if no other rank has written meanwhile; otherwise in another line, if there is more of it.
@@ -6,9 +6,12 @@ continued in place if no other rank has written meanwhile; otherwise in another 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import re
+import textwrap
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -113,6 +116,15 @@ class OutputStream:
         if b"\r" in shown:
             shown = REDRAWS.sub(b"\r" + prefix, shown)
         return room + (prefix if at_start else b"") + shown
+
+
+def note_line(text: str, descriptor: int) -> bytes:
+    """Return a line about a run, with a newline; on a terminal, wrapped at words to its width."""
+    lines = [f"covey: {text}"]
+    with contextlib.suppress(OSError):  # no terminal
+        width = os.get_terminal_size(descriptor).columns
+        lines = textwrap.wrap(lines[0], width, break_long_words=False, break_on_hyphens=False) if width else lines
+    return "\n".join(lines).encode() + b"\n"
 
 
 def event_line(event: str, **about: object) -> bytes:

@@ -22,7 +22,7 @@ from covey.net.host.run_notes import KEPT_FOLDER, last_reported
 from covey.net.host.saved_runs import STOPPED_BY, Absence
 from covey.runtime.clocks import waking_clock
 from covey.runtime.keeper.keeper import RANK_FAILURE_GRACE, RESTARTS, TERM_GRACE
-from covey.runtime.keeper.output import Cursor, JsonStream, OutputStream, event_line
+from covey.runtime.keeper.output import Cursor, JsonStream, OutputStream, event_line, note_line
 from covey.runtime.keeper.output_descriptor import OutputDescriptor, fill_standard_descriptors, is_same_file
 from covey.runtime.keeper.presence import ABOUT_TO_SLEEP, CONDITIONS, STOOD_STILL
 from covey.runtime.keeper.rank_logs import RankLogs
@@ -529,7 +529,7 @@ class _Supervisor:
         self._keep(None, None, 2, f"covey: {text}\n".encode())
         if self._as_json:
             return self._tell("note", text=text)
-        self._write(2, self._err.make_room() + f"covey: {text}\n".encode())
+        self._write(2, self._err.make_room() + note_line(text, 2))
 
     def _keep(self, number: int | None, rank: int | None, stream: int, data: bytes) -> None:
         """Keep output of a process, or of this one if `number` is None."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
+import struct
+import termios
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.runtime.keeper.output import LINE_LIMIT_BYTES, PROMPT_SECONDS, Cursor, OutputStream
+from covey.runtime.keeper.output import LINE_LIMIT_BYTES, PROMPT_SECONDS, Cursor, OutputStream, note_line
 
 
 def two_outputs() -> tuple[OutputStream, OutputStream]:
@@ -90,3 +96,18 @@ def test_every_shown_line_has_one_speaker_and_nothing_is_lost(speech: list[tuple
         heard = b"".join(text for speaker, text, _ in speech if speaker == rank)
         said = b"".join(line.removeprefix(prefix) for line in lines if line.startswith(prefix))
         assert said.replace(b"\n", b"") == heard.replace(b"\n", b"")
+
+
+def test_what_is_said_of_a_run_is_wrapped_at_words_on_a_terminal_only() -> None:
+    text = "a machine with a name: it makes the environment of the requirements, which takes a while"
+    ours, theirs = pty.openpty()
+    reader, writer = os.pipe()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+        shown = note_line(text, theirs).decode()
+        assert max(map(len, shown.splitlines())) <= 40
+        assert shown.split() == ["covey:", *text.split()]
+        assert note_line(text, writer) == f"covey: {text}\n".encode()
+    finally:
+        for descriptor in (ours, theirs, reader, writer):
+            os.close(descriptor)
