@@ -213,11 +213,11 @@ class Lan:
         _remove(self._folder, [*(host.namespace for host in self.hosts), *self._bridges])
         self.hosts, self.switches = [], []
 
-    def shape(self, host: Host, rate: str, network: int = 0) -> None:
-        """Change the speed of a host's link, as in `rates`, while processes use it."""
+    def shape(self, host: Host, rate: str, network: int = 0, *, queue: str = "20ms") -> None:
+        """Change the speed of a host's link, as in `rates`, while processes use it; `queue` is what waits at most."""
         up, _, down = rate.partition("/")
-        _shape(host.namespace, f"eth{network}", up)
-        _shape(self._bridges[network], host.name, down or up)
+        _shape(host.namespace, f"eth{network}", up, queue)
+        _shape(self._bridges[network], host.name, down or up, queue)
 
     def unplug(self, host: Host, network: int = 0) -> None:
         """Take a host off a network that is a bridge, as by pulling its cable."""
@@ -287,9 +287,10 @@ class Lan:
             host.ip4, host.ip6 = (host.ip4s or [""])[0], host.ip6s[0]
 
 
-def _shape(namespace: str, device: str, rate: str) -> None:
-    """Let a device send at most so fast, from now on."""
-    _call(["tc", "-n", namespace, *f"qdisc replace dev {device} root tbf rate {rate} burst 256kb latency 20ms".split()])
+def _shape(namespace: str, device: str, rate: str, queue: str = "20ms") -> None:
+    """Let a device send at most so fast, from now on, and drop what would wait longer than `queue`."""
+    words = f"qdisc replace dev {device} root tbf rate {rate} burst 256kb latency {queue}"
+    _call(["tc", "-n", namespace, *words.split()])
 
 
 def _make_namespaces(names: list[str]) -> None:

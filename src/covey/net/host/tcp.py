@@ -49,6 +49,8 @@ _RECEIVED: Final = struct.Struct("=128xQ")
 """tcpi_bytes_received."""
 _LEAST_ROUND_TRIP: Final = struct.Struct("=148xI")
 """tcpi_min_rtt: microseconds."""
+_QUEUE: Final = struct.Struct("=68xI48xQ16xII8xQ")
+"""tcpi_rtt, tcpi_bytes_acked, tcpi_notsent_bytes, tcpi_min_rtt, and tcpi_delivery_rate (bytes a second)."""
 _RETRANSMITTED: Final = struct.Struct("=100xI32xI")
 """tcpi_total_retrans and tcpi_segs_out: packets that were sent again, and all."""
 _UNKNOWN: Final = 0xFFFFFFFF
@@ -199,6 +201,28 @@ def progress(sock: Connection) -> SendingProgress | None:
         return None
     unacked, acked, unsent = known
     return SendingProgress(acked, unacked + unsent > 0)
+
+
+class SendingQueue(NamedTuple):
+    """What a connection that sends fills."""
+
+    acknowledged: int
+    """Bytes that the other machine has, since the connection was made."""
+    has_unsent: bool
+    """Whether the kernel has bytes that it has not sent yet."""
+    delay: float
+    """How much longer than the shortest one its round trips are, in seconds."""
+    speed: int
+    """Bytes a second that have arrived, as the kernel has last measured them."""
+
+
+def sending_queue(sock: Connection) -> SendingQueue | None:
+    """Return what a connection fills; None if that is not known, or if the socket is closed."""
+    known = _tcp_info(sock, _QUEUE)
+    if known is None:
+        return None
+    round_trip, acked, unsent, least, speed = known
+    return SendingQueue(acked, unsent > 0, max(0, round_trip - least) / 1e6, speed)
 
 
 def received_bytes(sock: Connection) -> int | None:

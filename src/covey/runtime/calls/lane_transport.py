@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -63,6 +64,10 @@ class LaneTransport:
 
     def send(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Send messages of at most 64 KiB to peers, now. Messages to one peer arrive in order."""
+        limit, now = self._node.lanes.limit, time.monotonic()
+        for peer, _ in messages:
+            if now >= limit.note_at.get(peer, math.inf):
+                limit.note_urgent(peer)
         messenger = self._small.used_messenger
         if messenger is None:
             with contextlib.suppress(ClosedError):

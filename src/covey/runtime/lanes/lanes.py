@@ -76,7 +76,8 @@ class Lanes:
         """By kind of lane."""
         self._rules = LaneRules(config, peers, openers, self.factory, is_clear=is_clear)
         connections = LaneConnections(routes, openers, limit, peers, tasks, groups.urgency)
-        self._limit = connections.limit
+        self.limit = connections.limit
+        """Spaces out what is sent: it is told of what is urgent."""
         self.resumption = LaneResumption(
             config, peers, tasks, connections, leave_path=lambda seat: self.paths.stuck(seat), tell=tell
         )
@@ -115,7 +116,7 @@ class Lanes:
         inbox.give(messages.NoLane, lambda seat, no: self.dialler.refused(
             lane_key(no.group, seat, no.purpose, no.attempt), no.reason
         ))  # fmt: skip
-        inbox.give(messages.Allowance, lambda seat, allowance: self._limit.allowed(seat, allowance.rate))
+        inbox.give(messages.Allowance, lambda seat, allowance: self.limit.allowed(seat, allowance.rate))
         inbox.give(messages.MoveLane, self._heard_of_move)
         inbox.give(messages.StreamNews, self.resumption.heard)
 

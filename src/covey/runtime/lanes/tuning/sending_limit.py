@@ -1,52 +1,74 @@
-"""The setting `limit`: how much this machine sends over TCP, whichever lanes are in use. On the control loop.
+"""How much this machine sends over TCP, whichever lanes are in use: the setting `limit`, and what bulk leaves free.
+
+On the control loop.
 
 The kernel spaces out what each connection sends (`tcp.pace`), so no thread that moves data has to count or to wait.
 This module only divides the limit among the connections, a few times a second, by what each of them has sent
 (`rate_shares`): the limit holds on average over a second. A peer whose machine has a limit allows this node so much
 (`ReceivingLimit`); the connections with it share that.
 
-Connections of small calls are not slowed down by the others: tensors, messages and the parts of large calls share what
-they leave, and parts have most of it while there are any. Control messages on links are few, and are not counted.
+Connections of small calls and of urgent groups are not slowed down by the others: tensors, messages and the parts of
+large calls share what they leave, and parts have most of it while there are any. Control messages on links are few, and
+are not counted.
+
+While something urgent is in use to a machine, the bulk to it is sent a little more slowly than the way carries, without
+any setting (`yielding`): else the urgent would wait in the queue that the bulk fills.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+import time
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from covey.base.errors import ConfigError
 from covey.net.host import tcp
+from covey.runtime import loop as control
 from covey.runtime.lanes.tuning.rate_shares import Demand, RateBudget, divide
 from covey.runtime.lanes.tuning.urgency import Urgency
+from covey.runtime.lanes.tuning.yielding import Look, YieldingRate
 from covey.runtime.tasks import Recurring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from covey.base.numbers import Seat
     from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.tasks import Tasks
 
-SENDING_DIVIDE_SECONDS: Final = 0.05
+SENDING_DIVIDE_SECONDS: Final = 0.025
 """How often the limit is divided anew: a connection that begins to send waits about that long for its share."""
+VAIN_LOOKS: Final = 4
+"""After so many looks at which nothing has arrived, a connection leaves its share to the others."""
+IN_USE_SECONDS: Final = 5.0
+"""How long bulk leaves room after something urgent was last sent or received."""
+NOTE_EVERY: Final = 0.05
+"""How often a thread that sends something urgent says so."""
 SENDING_REPAY_SECONDS: Final = 0.25
 """In how much time the connections make up for what they sent too much: the kernel sends at least two packets at once,
 which is much for a slow connection."""
+EndT = TypeVar("EndT")
 PAYLOAD_SHARE: Final = 0.95
 """Of a packet with 1448 bytes of payload: the rest is Ethernet's and TCP's."""
 
 
 @dataclass
 class _Paced:
-    """A connection that a limit may concern."""
+    """A connection that may be slowed down."""
 
     sock: weakref.ref[socket.socket]
     group: int
     peer: Seat
+    address: str
+    """The other machine, or the relay on the way there; empty if it is this machine."""
     acknowledged: int = 0
+    received: int = 0
+    vain_looks: int = 0
+    """How many looks in a row have seen that nothing arrives, although there is something to send."""
     rate: int = tcp.UNPACED
 
     @property
@@ -54,9 +76,37 @@ class _Paced:
         sock = self.sock()
         return sock is not None and sock.fileno() >= 0
 
+    def note(self, known: tcp.SendingProgress) -> tuple[int, bool]:
+        """Return what has arrived since the last look, and whether it sends: not if the other end has no room."""
+        count, self.acknowledged = known.acknowledged - self.acknowledged, known.acknowledged
+        self.vain_looks = 0 if count or not known.is_sending else self.vain_looks + 1
+        return count, count > 0 or (known.is_sending and self.vain_looks < VAIN_LOOKS)
+
+
+@dataclass
+class _InUse:
+    """An address to which something urgent is in use."""
+
+    until: float
+    rate: YieldingRate = field(default_factory=YieldingRate)
+    """That of the bulk there."""
+    seen: list[tuple[tcp.SendingQueue, int]] = field(default_factory=list)
+    """What its connections fill now, and what has arrived on each since the last look."""
+
+    def look(self, seconds: float) -> int | None:
+        """Return the rate of the bulk, from what was seen in the last `seconds`; None if it need not be slower."""
+        seen, self.seen = self.seen, []
+        busy = [queue for queue, count in seen if queue.has_unsent and count]
+        arrived, speed = sum(count for _, count in seen), sum(queue.speed for queue in busy)
+        delay = min((queue.delay for queue in busy), default=0.0)
+        return self.rate.look(Look(seconds, arrived, delay, bool(busy), speed))
+
 
 class SendingLimit:
-    """Divides the limit of one machine's share of a run, and what peers allow, among this process's connections."""
+    """Divides the limit of one machine's share of a run, and what peers allow, among this process's connections.
+
+    And slows bulk down while something urgent is in use to the same machine.
+    """
 
     def __init__(self, limit: float, peers: PeerTable, tasks: Tasks, urgency: Callable[[int], Urgency]) -> None:
         """`limit` is the setting; `urgency` tells how the connections of a group give way to others.
@@ -68,14 +118,26 @@ class SendingLimit:
         self._allowed: dict[Seat, int] = {}
         """Bytes a second that peers take."""
         self._budget = RateBudget(SENDING_REPAY_SECONDS)
-        self._dividing = Recurring(tasks.spawn, SENDING_DIVIDE_SECONDS, self._divide, is_needed=lambda: self._paced)
+        self._can_yield = tcp.can_pace()
+        self._in_use: dict[str, _InUse] = {}
+        """By address."""
+        self.note_at: dict[Seat, float] = {}
+        """By peer on another machine: from when on something urgent to it is to be noted again."""
+        self._dividing = Recurring(tasks.spawn, SENDING_DIVIDE_SECONDS, self._divide, is_needed=self._is_needed)
         if limit and not tcp.can_pace():
             raise ConfigError("limit= needs Linux, which spaces out what is sent; this system has no means for it")
+
+    def _is_needed(self) -> bool:
+        return bool(self._paced and (self._limit or self._allowed or self._in_use))
 
     def watch(self, socks: Sequence[socket.socket], group: int, peer: Seat) -> None:
         """Let limits hold for the connections of a group's lane, until they are closed. Only TCP has a limit."""
         self._paced = [each for each in self._paced if each.is_open]
-        self._paced += [_Paced(weakref.ref(sock), group, peer) for sock in socks if sock.family != socket.AF_UNIX]
+        for sock in socks:
+            if sock.family != socket.AF_UNIX:
+                self._paced.append(_Paced(weakref.ref(sock), group, peer, _other_machine(sock)))
+                if self._can_yield and self._paced[-1].address:
+                    self.note_at.setdefault(peer, 0.0)
         self._begin()
 
     def allowed(self, peer: Seat, rate: int) -> None:
@@ -85,8 +147,27 @@ class SendingLimit:
             if not self._dividing.is_going_on:  # else it is soon divided anew: a peer may say so often
                 self._begin()
 
+    def note_urgent(self, peer: Seat) -> None:
+        """Let bulk leave room for what is sent to a peer now, or soon; only if `note_at` says so. On any thread."""
+        now = time.monotonic()
+        if now >= self.note_at.get(peer, math.inf):
+            self.note_at[peer] = now + NOTE_EVERY
+            control.soon(self._use, peer)
+
+    def _use(self, peer: Seat) -> None:
+        addresses = {each.address for each in self._paced if each.peer == peer and each.address}
+        is_new = not addresses <= self._in_use.keys()
+        for address in addresses:
+            self._note_use(address)
+        if is_new:
+            self._begin()
+
+    def _note_use(self, address: str) -> None:
+        until = time.monotonic() + IN_USE_SECONDS
+        self._in_use.setdefault(address, _InUse(until)).until = until
+
     def _begin(self) -> None:
-        if self._limit or self._allowed:
+        if self._is_needed():
             self._divide(0.0)
             self._dividing.begin()
 
@@ -96,33 +177,59 @@ class SendingLimit:
         for paced in self._paced:
             sock = paced.sock()
             known = None if sock is None else tcp.progress(sock)
-            if known is None:
+            if sock is None or known is None:
                 continue
             open_now.append(paced)
             urgency = self._urgency(paced.group)  # the group may have come after its lane
-            demands.append(Demand(urgency, known.is_sending or known.acknowledged > paced.acknowledged))
-            sent += known.acknowledged - paced.acknowledged
-            paced.acknowledged = known.acknowledged
+            count, is_sending = paced.note(known)
+            demands.append(Demand(urgency, is_sending))
+            sent += count
+            if (use := self._in_use.get(paced.address)) is None:
+                continue
+            if urgency is Urgency.URGENT:
+                before, paced.received = paced.received, tcp.received_bytes(sock) or 0
+                if seconds and (count or paced.received > before):
+                    self._note_use(paced.address)
+            elif (queue := tcp.sending_queue(sock)) is not None:
+                use.seen.append((queue, count))
         self._paced = open_now
         rates = [tcp.UNPACED] * len(demands)
         if limit := own_limit(self._limit, self._peers):
             rates = divide(self._budget.available(limit, sent, seconds), limit, demands)
-        peers = [paced.peer for paced in open_now]
-        for paced, rate in zip(open_now, capped(rates, demands, peers, self._allowed), strict=True):
+        rates = capped(rates, demands, [paced.peer for paced in open_now], self._allowed)
+        rates = capped(rates, demands, [paced.address for paced in open_now], self._left_to_bulk(seconds))
+        for paced, rate in zip(open_now, rates, strict=True):
             sock = paced.sock()
             if sock is not None and rate != paced.rate:
                 with contextlib.suppress(OSError):  # it was closed meanwhile
                     tcp.pace(sock, rate)
                     paced.rate = rate
 
+    def _left_to_bulk(self, seconds: float) -> dict[str, int]:
+        """Return the rate of bulk for each address to which something urgent is in use."""
+        now = time.monotonic()
+        for address in [address for address, use in self._in_use.items() if now >= use.until]:
+            del self._in_use[address]
+        rates = {address: use.look(seconds) for address, use in self._in_use.items() if use.seen}
+        return {address: rate for address, rate in rates.items() if rate is not None}
+
+
+def _other_machine(sock: socket.socket) -> str:
+    """Return the address at the other end; empty if it is this machine's, or the socket is closed."""
+    try:
+        own, other = (str(name[0]) for name in (sock.getsockname(), sock.getpeername()))
+    except OSError:
+        return ""
+    return "" if own == other else other
+
 
 def capped(
-    rates: Sequence[int], demands: Sequence[Demand], peers: Sequence[Seat], allowed: dict[Seat, int]
+    rates: Sequence[int], demands: Sequence[Demand], ends: Sequence[EndT], allowed: Mapping[EndT, int]
 ) -> list[int]:
-    """Return the rates of connections, lowered where they are more than what the peers at their other ends allow."""
+    """Return the rates of connections, lowered where they are more than what is `allowed` to their other ends."""
     shares = list(rates)
-    for peer, most in allowed.items():
-        slow = [i for i, each in enumerate(peers) if each == peer and demands[i].urgency is not Urgency.CALLS]
+    for end, most in allowed.items():
+        slow = [i for i, each in enumerate(ends) if each == end and demands[i].urgency is not Urgency.URGENT]
         for i, share in zip(slow, divide(most, most, [demands[i] for i in slow]), strict=True):
             shares[i] = min(shares[i], share)
     return shares

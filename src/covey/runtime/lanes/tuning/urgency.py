@@ -1,4 +1,4 @@
-"""Which connections of a node give way to which, under the setting `limit`."""
+"""Which connections of a node give way to which."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import enum
 class Urgency(enum.IntEnum):
     """Which connections give way to which."""
 
-    CALLS = 0
+    URGENT = 0
+    """Small calls, and collectives of a class above bulk."""
     PARTS = 1
     """The parts of large calls."""
     TENSORS = 2
