@@ -10,7 +10,7 @@ NATIVE := build_native.py $(wildcard src/covey/native/*)
 # Tests start a thousand processes, which would compile every module anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: page-checks shots demo test test-all test-fifth check stress simulate fuzz sanitize house format docs cast lock wheel sbom clean
+.PHONY: page-checks shots demo test test-all test-fifth check coverage stress simulate fuzz sanitize house format docs cast lock wheel sbom clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.package
@@ -55,6 +55,15 @@ shots: $(VENV)/.all $(VENV)/.browser
 check: $(VENV)/.built
 	$(call with-types,$(PYTEST) -m 'not thorough and not alone' \
 		tests/unit tests/contract tests/sim tests/test_architecture.py tests/test_public_api.py)
+
+# The lines and branches of src that `make test` reaches, but for tests that hold budgets: measuring takes more than those
+# allow. Tests that fail are told, and what they reached counts. COVERAGE_TESTS=tests/io for less.
+COVERAGE_TESTS ?= tests
+coverage: $(VENV)/.built
+	$(BIN)/python -m coverage erase
+	-$(BIN)/python -m coverage run -m pytest -q --workers $(WORKERS) -m 'not thorough and not alone' $(COVERAGE_TESTS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 # Stops the processes of tests for random moments; prints what failed, with the seed.
 STRESS_ROUNDS ?= 1
