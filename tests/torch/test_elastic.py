@@ -92,6 +92,7 @@ class Training:
         after_step: Callable[[], None] = lambda: None,
         *,
         clips: bool = False,
+        syncs_once: bool = True,
     ) -> None:
         elastic = self.elastic
         for indices in elastic:
@@ -99,7 +100,9 @@ class Training:
             for part in (indices[:2], indices[2:]):  # gradients add up
                 if part:
                     error = (self.model(part) - TARGETS[part]).square().sum() / len(indices)
-                    error.backward()
+                    is_last = not syncs_once or part[-1] == indices[-1]
+                    with contextlib.nullcontext() if is_last else elastic.no_sync():
+                        error.backward()
             before_step()
             if clips:
                 elastic.sync()
@@ -238,20 +241,46 @@ def await_newcomer(elastic: Elastic) -> None:
         time.sleep(0.002)
 
 
+def compare_with_whole_batch(training: Training) -> None:
+    """Check that averaged gradients are those of the samples of the ranks that are left."""
+    elastic, model, shares = training.elastic, training.model, training.elastic._out
+    assert shares is not None
+    elastic.sync()
+    left = [index for rank in elastic.group.contributors for part in shares.by_rank[rank] for index in part]
+    assert len(elastic.group.contributors) == 2
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
+    wanted = torch.autograd.grad(
+        (model(left) - TARGETS[left]).square().mean(), list(trained.values()), allow_unused=True
+    )
+    for (name, parameter), expected in zip(trained.items(), wanted, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(parameter.grad, expected, rtol=3e-2, atol=1e-5, msg=name)
+
+
 # A rank is killed, another is stopped; both come back
 
 
 def survive(slot: int, tell: Callable[..., None]) -> Any:
+    os.environ["COVEY_BUCKET_BYTES"] = "64"  # four buckets
     training = Training(slot, tell, torch.bfloat16)
     elastic = training.elastic
     torn: list[Any] = []
 
+    def die(_: torch.Tensor) -> None:
+        """Be killed in the middle of a backward pass, when all ranks have a sum with a part of this one."""
+        first = elastic._sums._buckets[0]
+        if elastic.generation == 0 and elastic.samples >= 2 * BATCH and first.finish is not None:
+            assert 1 in first.finish()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if slot == 1:
+        training.model.first.weight.register_post_accumulate_grad_hook(die)
+
     def before_step() -> None:
-        if elastic.generation == 0 and elastic.samples >= 2 * BATCH:
-            if slot == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if elastic.lost:
-                await_newcomer(elastic)
+        if elastic.generation == 0 and elastic.samples == 2 * BATCH:
+            compare_with_whole_batch(training)
+        if elastic.generation == 0 and elastic.lost:
+            await_newcomer(elastic)
         if elastic.generation == 1 and elastic.epoch == 1:
             if slot == 2 and not torn:
                 torn.append(elastic.lost)
@@ -291,6 +320,7 @@ def test_every_sample_counts_once_an_epoch_though_ranks_are_killed_and_cut_off_a
 
 
 def leave(slot: int, tell: Callable[..., None]) -> Any:
+    os.environ["COVEY_BUCKET_BYTES"] = "64"
     training = Training(slot, tell)
     reported: list[ReportRow] = []
 
@@ -332,6 +362,7 @@ def round_gradients(slot: int, tell: Callable[..., None]) -> Any:
     """Train with codecs that one setting chooses by name, until rank 1 changes a parameter on its own."""
     os.environ["COVEY_COMPRESS"] = "never=onebit, rare=topk(0.5), *.bias=none, *=int8, smallest=0"
     os.environ["COVEY_CHECK_EVERY"] = "1"
+    os.environ["COVEY_BUCKET_BYTES"] = "64"
     training = Training(slot, tell, balance=True)
     elastic, bits, losses = training.elastic, [], []
 
@@ -345,7 +376,7 @@ def round_gradients(slot: int, tell: Callable[..., None]) -> Any:
 
     error = ""
     try:
-        training.run(after_step=after_step)
+        training.run(after_step=after_step, syncs_once=False)  # gradients that were sent are changed
     except MismatchError as found:
         error = str(found)
     names = set(elastic.feedback.names())
@@ -469,28 +500,32 @@ def hurry(slot: int, tell: Callable[..., None]) -> Any:
     model[0].requires_grad_(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = ElasticSampler(20 * 12)
-    elastic = Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=20, balance=True)
-    shares: list[Any] = []
+    elastic = Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=20, balance=True, micro_batch=2)
+    trained: list[list[int]] = [[]]
     now = 0.0
     vars(elastic_module)["time"] = SimpleNamespace(perf_counter=lambda: now)  # in this process, which ends with it
     for indices in elastic:
-        model[1].requires_grad_(len(shares) > 5)
+        model[1].requires_grad_(len(trained) > 6)
         model(torch.full((len(indices), 1), slot + 1.0)).mean().backward()
-        now += (0.005 if slot else 0.02) * len(indices)
-        elastic.step()
-        shares.append(len(indices))
-    return shares, [parameter.item() for parameter in model.parameters()]
+        is_ill = slot == 1 and len(trained) == 9
+        now += (0.08 if is_ill else 0.005 if slot else 0.02) * len(indices)
+        trained[-1] += indices
+        if elastic.step():
+            trained.append([])
+    return trained[:-1], [parameter.item() for parameter in model.parameters()]
 
 
-def test_a_slow_rank_gets_fewer_samples_and_a_thawed_layer_is_averaged() -> None:
+def test_each_rank_trains_at_its_own_pace_and_leaves_what_it_cannot_do_in_time_and_a_thawed_layer_is_averaged() -> None:
     with Party(2, hurry) as party:
         for slot in range(2):
             party.start(slot)
         returned = party.await_all()
     (slow, mine), (fast, theirs) = returned[0], returned[1]
-    assert [sum(pair) for pair in zip(slow, fast, strict=True)] == [20] * 12
-    assert slow[0] == 10
-    assert slow[-6:] == [4] * 6
+    counts = [(len(one), len(other)) for one, other in zip(slow, fast, strict=True)]
+    assert counts[0] == (10, 10)
+    assert counts[2:8] == [(4, 16)] * 6  # four times slower: a quarter of the micro-batches
+    assert counts[8] == (4, 2), "one that became slower left its rest after a quarter more than its time"
+    assert sorted(index for shares in (slow, fast) for share in shares for index in share) == list(range(240))
     assert mine == theirs
 
 

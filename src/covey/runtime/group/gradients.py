@@ -19,7 +19,7 @@ from covey.runtime.buffers import Operand, Part, byte_operand, readable, writabl
 from covey.runtime.group import movements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from covey.base.arithmetic import Op
     from covey.base.numbers import Rank
@@ -179,18 +179,56 @@ class Gradients:
             piece = compression.Piece(operand, parts, codec)
             compression.reduce_gradients(self._issuer, [piece], op, feedback=feedback, timeout=timeout)
 
-    def sum_row(self, row: Array, parts: Sequence[Part], policy: Policy | None, feedback: ErrorFeedback | None) -> None:
+    def sum_row(
+        self,
+        row: Array,
+        parts: Sequence[Part],
+        policy: Policy | None,
+        feedback: ErrorFeedback | None,
+        nbytes: int | None = None,
+    ) -> None:
         """Add a row of all ranks, in place, in one operation: the gradients in `parts`, then figures that stay exact.
 
-        The parts start at element 0, one after the other. `policy` chooses their codecs by name; the size of the whole
-        row counts, not that of a part: all parts travel together.
+        The parts start at element 0, one after the other. `policy` chooses their codecs by name; the size of all that
+        travels together counts, not that of a part: `nbytes`, or that of the row.
         """
+        self._add_row(row, parts, policy, feedback, nbytes, async_op=False)
+
+    def start_row(
+        self,
+        row: Array,
+        parts: Sequence[Part],
+        policy: Policy | None,
+        feedback: ErrorFeedback | None,
+        nbytes: int | None = None,
+    ) -> Callable[[], tuple[Rank, ...]]:
+        """Start what `sum_row` does; return a function that waits for it, and returns the ranks with a part in it."""
+        work, unpack = self._add_row(row, parts, policy, feedback, nbytes, async_op=True)
+
+        def finish() -> tuple[Rank, ...]:
+            work.take()
+            unpack()
+            return work.contributors  # type: ignore[no-any-return]
+
+        return finish
+
+    def _add_row(
+        self,
+        row: Array,
+        parts: Sequence[Part],
+        policy: Policy | None,
+        feedback: ErrorFeedback | None,
+        nbytes: int | None,
+        *,
+        async_op: bool,
+    ) -> tuple[Any, Callable[[], None]]:
+        """Add a row, and return what the operation returns, and what is left to do once it is done."""
+        size = row.nbytes if nbytes is None else nbytes
         by_codec: dict[Compression | None, list[Part]] = {}
         for part in parts:
-            by_codec.setdefault(None if policy is None else _codec_of_part(policy, part, row), []).append(part)
+            by_codec.setdefault(None if policy is None else _codec_of_part(policy, part, row, size), []).append(part)
         if not by_codec.keys() - {None}:
-            self._reductions.all_reduce(row)
-            return
+            return self._reductions.all_reduce(row, async_op=async_op), lambda: None
         from covey.runtime.group import compression
 
         end = parts[-1].stop
@@ -201,13 +239,20 @@ class Gradients:
             for (piece, places), codec in zip(packed, by_codec, strict=True)
         ]
         figures = row[end:]
-        compression.reduce_gradients(
-            self._issuer, pieces, "sum", exact=writable(figures) if figures.size else None, feedback=feedback
+        exact = writable(figures) if figures.size else None
+        work = compression.reduce_gradients(
+            self._issuer, pieces, "sum", exact=exact, feedback=feedback, async_op=async_op
         )
-        if len(by_codec) > 1:
-            for (piece, places), chosen in zip(packed, by_codec.values(), strict=True):
-                for place, part in zip(places, chosen, strict=True):
-                    row[part.start : part.stop] = piece[place.start : place.stop]
+
+        def unpack() -> None:
+            if len(by_codec) > 1:
+                for (piece, places), chosen in zip(packed, by_codec.values(), strict=True):
+                    for place, part in zip(places, chosen, strict=True):
+                        row[part.start : part.stop] = piece[place.start : place.stop]
+
+        if not async_op:
+            unpack()
+        return work, unpack
 
 
 def pack(row: Array, parts: Sequence[Part]) -> tuple[Array, list[Part]]:
@@ -220,10 +265,10 @@ def pack(row: Array, parts: Sequence[Part]) -> tuple[Array, list[Part]]:
     return np.concatenate([row[part.start : part.stop] for part in parts]), places
 
 
-def _codec_of_part(policy: Policy, part: Part, row: Array) -> Compression | None:
+def _codec_of_part(policy: Policy, part: Part, row: Array, nbytes: int) -> Compression | None:
     from covey.runtime.group import compression
 
-    return compression.codec_for_part(policy, part, row.nbytes, row.dtype)
+    return compression.codec_for_part(policy, part, nbytes, row.dtype)
 
 
 def _buckets(named: Named, limit: int, op: Op, policy: Policy | None) -> Iterator[tuple[Compression | None, Named]]:

@@ -6,24 +6,18 @@ import contextlib
 import hashlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
 from covey.base.errors import ConfigError, GroupChangedError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
-from covey.runtime.group.internals import (
-    gradients_of,
-    is_newcomer,
-    policy_of,
-    report_for_program,
-    steps_between_checks,
-)
+from covey.runtime.group.internals import is_newcomer, report_for_program, steps_between_checks
 from covey.runtime.joining.generations import generations
-from covey.torch.training.drift import DIGEST_FIGURES, compare, digest, from_figures, to_figures
-from covey.torch.training.gradient_mean import consecutive
-from covey.torch.training.local_sgd import parts, trained_by, which_train
+from covey.torch.training.drift import compare, digest, from_figures, to_figures
+from covey.torch.training.gradient_buckets import GradientBuckets
+from covey.torch.training.local_sgd import trained_by
 from covey.torch.training.sampler import Pace, by_speed, even
 from covey.torch.training.structure import hand_over, share_buffers
 
@@ -33,6 +27,10 @@ if TYPE_CHECKING:
     from covey.compress.policy import CompressValue
     from covey.runtime.group.group import Group
     from covey.torch.training.sampler import ElasticSampler
+
+
+PATIENCE: Final = 1.25
+"""A rank leaves the rest of its share after so many times the time in which all should have theirs."""
 
 
 class Elastic:
@@ -61,11 +59,21 @@ class Elastic:
 
     `balance` gives faster ranks larger shares; the speed is measured from when a share is given out to `step()`.
 
+    With `micro_batch`, the loop gives out a share in parts of at most so many samples; call backward() and `step()` for
+    each. The optimizer is stepped after the last one, with the mean over the batch. With `balance`, each machine then
+    trains at its own pace: shares are whole parts in proportion to speed, and a rank that has become slower leaves the
+    rest of its share, which is given out again, so that it holds the others up by a part and a quarter of a step.
+
+    Gradients are sent in buckets while backward() makes further ones, if the model has more than one bucket
+    (`bucket_bytes`, a setting); `overlap=False` sends them in `step()`. A step still counts as a whole: if a rank is
+    lost between two buckets, the others average theirs without it.
+
     `compress` sends gradients in fewer bytes: a codec like "int8", or a mapping of names of parameters to codecs; by
     default what the group was told to compress. What a step loses is added to the next one (`feedback`). Everything
     else that ranks exchange is exact.
 
-    Gradients may be accumulated: call backward() several times, for losses that add up to the mean over `indices`. To
+    Gradients may be accumulated: call backward() several times, for losses that add up to the mean over `indices`, all
+    but the last inside `no_sync()`: otherwise they are sent twice in the first step, and in `step()` from then on. To
     clip gradients, call `sync()` before, which averages them; `step()` then only steps.
 
     Raises:
@@ -84,12 +92,16 @@ class Elastic:
         scheduler: Any = None,
         run: str | None = None,
         balance: bool = False,
+        micro_batch: int | None = None,
+        overlap: bool = True,
         compress: CompressValue = None,
         extra: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if batch < 1 or epochs < 0:
             raise ConfigError(f"batch={batch}, epochs={epochs}: batch must be at least 1, and epochs at least 0")
+        if micro_batch is not None and not 1 <= micro_batch <= batch:
+            raise ConfigError(f"micro_batch={micro_batch} must be from 1 to batch={batch}")
         own = {"elastic": self, "optimizer": optimizer, "scheduler": scheduler}
         if taken := sorted({"model", *own} & (extra or {}).keys()):
             raise ConfigError(f"extra has {', '.join(taken)}, which Elastic passes on itself; use other names")
@@ -102,8 +114,9 @@ class Elastic:
             )
         self._parts = {name: part for name, part in {**own, **(extra or {})}.items() if part is not None}
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._parameters, self._trains = trained_by(optimizer, model), which_train(optimizer)
+        self._parameters = trained_by(optimizer, model)
         self._sampler, self._batch, self._epochs = sampler, batch, epochs
+        self._micro_batch, self._is_overlapped = micro_batch, overlap
         self._run, self._options, self._is_balanced = run, options, balance
         self._seed, self._samples, self._lost = torch.initial_seed(), 0, 0
         self._pace = Pace()
@@ -115,7 +128,7 @@ class Elastic:
         self._reported = 0
         """Steps of the whole training, as views show them."""
         self._group: Group | None = None
-        self._row: _Row
+        self._sums: GradientBuckets
         self._working: Sequence[int] = ()
         """The ranks that get shares: those that took part in the last step. Equal on all ranks."""
         self._speeds: list[float] = []
@@ -128,7 +141,10 @@ class Elastic:
             for group in groups:
                 with contextlib.suppress(GroupChangedError):  # this process joins again with the next group
                     self._enter(group)
-                    yield from self._shares(group)
+                    try:
+                        yield from self._shares(group)
+                    finally:
+                        self._sums.close()
                     if self.done:
                         share_buffers(group, self._model)
                         return
@@ -184,51 +200,101 @@ class Elastic:
     # A step
 
     def sync(self) -> None:
-        """Average the gradients over the samples of all ranks; the `step()` that follows does not do it again."""
+        """Average the gradients over the samples of all ranks; the `step()` that follows does not do it again.
+
+        After a micro-batch that is not the last one, it only puts the gradients aside.
+        """
         out = self._out
         if out is None:
             raise ConfigError("there is no batch to step for: call step() once for each share that the loop gives out")
         if out.is_synced:
             return
-        if self._trains != (trains := which_train(self._optimizer)):  # a layer was unfrozen, or added
-            self._parameters, self._trains = trained_by(self._optimizer, self._model), trains
-            self._row = self._new_row()
-        own = len(out.shares[self.rank])
-        self._row.load(own / out.total)
-        self._pace.measure(own, time.perf_counter() - out.given_at)
-        if self._is_balanced:
-            self._row.speeds[self.rank] = self._pace.speed
-        if (every := steps_between_checks(self.group)) and self._steps % every == 0:
-            self._row.digests[self.rank] = torch.tensor(to_figures(digest(self._parameters.values())))
-        policy = policy_of(self.group) if self._policy is None else self._policy
-        try:
-            gradients_of(self.group).sum_row(self._row.memory, self._row.parts, policy, self.feedback)
-        except GroupChangedError:
-            out.is_synced = self._is_outside = True  # the other ranks continue; the loop joins again
+        self._follow_training()
+        samples = len(out.part)
+        out.begun += 1
+        if out.begun < len(out.parts) and not self._is_late(out):
+            self._sums.hold(samples)
+            out.is_held = True
             return
-        self._working = self.group.contributors
-        lost = [i for rank, share in enumerate(out.shares) if rank not in self._working for i in share]
-        out.trained = out.total - len(lost)
-        self._sampler.give_back(lost)
-        self._samples, self._lost = self._samples + out.trained, self._lost + len(lost)
+        figures = self._sums.figures
+        trained = sum(map(len, out.parts[: out.begun]))
+        self._pace.measure(trained, time.perf_counter() - out.given_at)
+        figures.done[self.rank] = out.begun
+        if self._is_balanced:
+            figures.speeds[self.rank] = self._pace.speed
+        if (every := steps_between_checks(self.group)) and self._steps % every == 0:
+            figures.digests[self.rank] = torch.tensor(to_figures(digest(self._parameters.values())))
+        out.is_synced = True
+        try:
+            self._working = self._sums.sum(samples, out.total)
+        except GroupChangedError:
+            self._is_outside = True  # the other ranks continue; the loop joins again
+            return
+        self._settle(out)
         if out.trained:
-            self._row.store(out.total / out.trained)
-        self._speeds, out.is_synced = self._row.speeds.tolist(), True
+            self._sums.store(out.total / out.trained)
+        self._speeds = figures.speeds.tolist() if self._is_balanced else []
         compare(
-            {rank: from_figures(self._row.digests[rank].tolist()) for rank in self._working},
+            {rank: from_figures(figures.digests[rank].tolist()) for rank in self._working},
             f"the parameters before step {self._steps} of generation {self.generation}",
         )
         self._steps += 1
 
+    def _settle(self, out: _Out) -> None:
+        """Count the samples of a step, and give back those of lost ranks and of ranks that have left some."""
+        done = [int(count) for count in self._sums.figures.done.tolist()]
+        for rank, parts in enumerate(out.by_rank):
+            left = parts[done[rank] :] if rank in self._working else parts
+            samples = [index for part in left for index in part]
+            self._sampler.give_back(samples)
+            self._lost += 0 if rank in self._working else len(samples)
+            out.left += len(samples)
+        out.trained = out.total - out.left
+        self._samples += out.trained
+
+    def _is_late(self, out: _Out) -> bool:
+        """Tell whether this rank should leave the rest of its share: the others have theirs by now."""
+        speeds = [self._speeds[rank] for rank in self._working] if self._speeds else []
+        if not (speeds and min(speeds) > 0):
+            return False
+        return time.perf_counter() - out.given_at > PATIENCE * out.total / sum(speeds)
+
+    def _follow_training(self) -> None:
+        """Follow a layer that was frozen, unfrozen or added."""
+        if self._sums.is_up_to_date:
+            return
+        if self._sums.has_begun:
+            raise ConfigError("a layer was frozen or unfrozen in the middle of a step; do it after step()")
+        self._parameters = trained_by(self._optimizer, self._model)
+        self._sums.close()
+        self._sums = self._new_sums()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward() inside the with statement send nothing: a later backward() adds to its gradients."""
+        if (out := self._out) is None:
+            raise ConfigError("no_sync() belongs into the loop over Elastic, around backward()")
+        self._sums.disarm()
+        try:
+            yield
+        finally:
+            self._arm(out)
+
     def step(self) -> bool:
         """Step the optimizer with the averaged gradients, and clear them; return whether it was stepped.
 
-        It is not if the ranks that had all samples were lost, or this process was cut off from the others.
+        It is not if the ranks that had all samples were lost, if this process was cut off from the others, or after a
+        micro-batch that is not the last one of a share.
         """
         self.sync()
-        out, self._out = self._out, None
+        out = self._out
         assert out is not None
-        own = len(out.shares[self.rank])
+        if out.is_held:
+            out.is_held = False
+            return False
+        self._out = None
+        self._sums.clear()
+        own = sum(map(len, out.parts[: out.begun]))
         if out.trained:
             self._optimizer.step()
             if self._scheduler is not None:
@@ -261,15 +327,22 @@ class Elastic:
     def _enter(self, group: Group) -> None:
         self._group, self._out, self._is_outside = group, None, False
         self._working, self._speeds, self._steps = range(group.size), [], 0
-        self._row = self._new_row()
+        self._sums = self._new_sums()
         hand_over(group, self._model, self._parts)
         share_buffers(group, self._model)
         if is_newcomer(group) and (group.generation or group.rank):  # rank 0 of the first generation keeps its own seed
             words = f"{self._seed} {group.generation} {group.rank}".encode()
             torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) >> 1)
 
-    def _new_row(self) -> _Row:
-        return _Row(self._parameters, self.size, is_balanced=self._is_balanced)
+    def _new_sums(self) -> GradientBuckets:
+        return GradientBuckets(
+            self.group,
+            self._parameters,
+            self._optimizer,
+            self._policy,
+            self.feedback,
+            is_overlapped=self._is_overlapped,
+        )
 
     def _shares(self, group: Group) -> Iterator[list[int]]:
         """Yield this rank's shares until the generation ends, which it does after the same step on all ranks."""
@@ -278,15 +351,29 @@ class Elastic:
             if not any(shares):
                 self._sampler.next_epoch()
                 continue
-            self._out = _Out(shares, time.perf_counter())
-            yield shares[group.rank]
-            if self._out is not None:
-                raise ConfigError(
-                    "step() was not called for the last share; every rank must call it, also for an empty share"
-                )
+            out = _Out([_cut(share, self._micro_batch) for share in shares], group.rank, time.perf_counter())
+            self._out = out
+            while self._out is out:
+                given = out.begun
+                self._arm(out)
+                yield out.part
+                if self._out is out and (out.begun == given or out.is_held):
+                    raise ConfigError(
+                        "step() was not called for the last share; every rank must call it, also for an empty share"
+                    )
+
+    def _arm(self, out: _Out) -> None:
+        if out.begun == len(out.parts) - 1:
+            self._sums.arm(len(out.part), out.total)
 
     def _counts(self, size: int) -> list[int]:
-        if self._speeds:
+        unit = (self._micro_batch or 1) if self._speeds else 1  # shares by speed are whole micro-batches
+        if self._speeds and self._batch // unit >= len(self._working):
+            counts = [
+                units * unit for units in by_speed(self._batch // unit, [self._speeds[rank] for rank in self._working])
+            ]
+            counts[counts.index(max(counts))] += self._batch % unit
+        elif self._speeds:
             counts = by_speed(self._batch, [self._speeds[rank] for rank in self._working])
         else:
             counts = even(self._batch, len(self._working))
@@ -298,57 +385,36 @@ class Elastic:
 class _Out:
     """A global batch that was given out."""
 
-    shares: list[list[int]]
-    """By rank."""
+    by_rank: list[list[list[int]]]
+    """Of each rank its micro-batches, at least one."""
+    rank: int
     given_at: float
+    begun: int = 0
+    """How many of its own this rank has trained on."""
+    is_held: bool = False
+    """Whether the gradients of the last one were put aside, and `step()` was not called for it."""
     is_synced: bool = False
+    left: int = 0
     trained: int = 0
     """The number of its samples that are in the average."""
 
     @property
+    def parts(self) -> list[list[int]]:
+        """The micro-batches of this rank."""
+        return self.by_rank[self.rank]
+
+    @property
+    def part(self) -> list[int]:
+        """The micro-batch that this rank trains on now."""
+        return self.parts[min(self.begun, len(self.parts) - 1)]
+
+    @property
     def total(self) -> int:
-        return sum(map(len, self.shares))
+        return sum(len(part) for parts in self.by_rank for part in parts)
 
 
-class _Row:
-    """What the ranks exchange in a step: gradients, then exact figures. All have the same contributors."""
-
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], size: int, *, is_balanced: bool) -> None:
-        """`size` is the number of ranks; their speeds are exchanged if shares are balanced."""
-        self._parameters = parameters
-        tensors = list(parameters.values())
-        self.parts = consecutive([(name, tensor.shape) for name, tensor in parameters.items()])
-        """Where the gradients are in `memory`; exact figures follow."""
-        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-        lengths = [self.parts[-1].stop, len(tensors), size if is_balanced else 0, size * DIGEST_FIGURES]
-        row = torch.zeros(sum(lengths), dtype=torch.float64 if wide else torch.float32)
-        gradients, self._counts, self.speeds, digests = row.split(lengths)
-        self._gradients, self.digests = parts(gradients, tensors), digests.view(size, DIGEST_FIGURES)
-        """`digests` are those of the parameters by rank, if they are compared in this step."""
-        self.memory = row.numpy()
-
-    def load(self, weight: float) -> None:
-        """Copy the gradients in, times `weight`, this rank's part of the batch."""
-        has_any = []
-        for (name, parameter), room in zip(self._parameters.items(), self._gradients, strict=True):
-            gradient = parameter.grad
-            has_any.append(gradient is not None and weight > 0)
-            if gradient is None or not weight:
-                room.zero_()  # the gradient over no samples may be anything
-            elif gradient.is_sparse:
-                raise ConfigError(f"the gradient of {name} is sparse; Elastic averages dense ones: sparse=False")
-            else:
-                room.copy_(gradient.detach()).mul_(weight)
-        self._counts.copy_(torch.tensor(has_any))
-        self.speeds.zero_()
-        self.digests.zero_()
-
-    def store(self, factor: float) -> None:
-        """Set the gradient of every parameter that has one on some rank to the sum, times `factor`."""
-        for parameter, total, count in zip(
-            self._parameters.values(), self._gradients, self._counts.tolist(), strict=True
-        ):
-            if count:
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(total.mul_(factor))
+def _cut(share: list[int], most: int | None) -> list[list[int]]:
+    """Return a share in parts of at most `most` samples; an empty one has one part."""
+    if most is None or not share:
+        return [share]
+    return [share[start : start + most] for start in range(0, len(share), most)]
