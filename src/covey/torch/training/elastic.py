@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from covey.torch.training.sampler import ElasticSampler
 
 
-PATIENCE: Final = 1.25
+LATE_AFTER: Final = 1.25
 """A rank leaves the rest of its share after so many times the time in which all should have theirs."""
 
 
@@ -257,7 +257,7 @@ class Elastic:
         speeds = [self._speeds[rank] for rank in self._working] if self._speeds else []
         if not (speeds and min(speeds) > 0):
             return False
-        return time.perf_counter() - out.given_at > PATIENCE * out.total / sum(speeds)
+        return time.perf_counter() - out.given_at > LATE_AFTER * out.total / sum(speeds)
 
     def _follow_training(self) -> None:
         """Follow a layer that was frozen, unfrozen or added."""

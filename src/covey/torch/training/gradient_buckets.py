@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from covey.base.errors import ConfigError, CoveyError
+from covey.plan.training import FIRST_BUCKET
 from covey.runtime.group.internals import engine_of, gradients_of, policy_of
 from covey.torch.training.drift import DIGEST_FIGURES
 from covey.torch.training.gradient_mean import consecutive
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from covey.runtime.group.group import Group
 
 logger = logging.getLogger("covey")
-
-FIRST_BYTES: Final = 1 << 20
-"""The first bucket is smaller than the others, so that sending begins early. A model this small has one bucket."""
 
 
 class Figures:
@@ -313,9 +311,12 @@ def _identities(bucket: _Bucket) -> list[tuple[int, int]]:
 
 
 def _runs(named: Sequence[tuple[str, torch.nn.Parameter]], limit: int) -> list[list[tuple[str, torch.nn.Parameter]]]:
-    """Cut a list of parameters into runs of up to `limit` bytes; the first one is smaller."""
+    """Cut a list of parameters into runs of up to `limit` bytes; the first one is smaller, to begin sending early.
+
+    A model that is as small as that has one bucket.
+    """
     runs: list[list[tuple[str, torch.nn.Parameter]]] = [[]]
-    nbytes, most = 0, min(limit, FIRST_BYTES)
+    nbytes, most = 0, min(limit, FIRST_BUCKET)
     for name, parameter in named:
         own = parameter.numel() * 4
         if runs[-1] and nbytes + own > most:
