@@ -20,6 +20,7 @@ from tests.support.machines import heard
 from tests.support.waiting import DEADLINE
 
 from covey.base.version import __version__
+from covey.wire.versions import FEATURES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,17 +142,17 @@ def test_ranks_of_two_releases_speak_the_older_protocol_whichever_dials(releases
     """The higher rank dials. What the later release has added is skipped, and its feature is not used."""
     later = releases.later()
     ranks = [releases.rank(rank, 3, later if (rank == 0) == (first == "later") else "") for rank in range(3)]
-    check_run(finish_all(ranks), 3, [], 1 if first == "later" else 2)
+    check_run(finish_all(ranks), 3, [*FEATURES], 1 if first == "later" else 2)
 
 
 def test_ranks_of_the_later_release_alone_speak_what_it_has_added(releases: Releases) -> None:
     ranks = [releases.rank(rank, 2, releases.later()) for rank in range(2)]
-    check_run(finish_all(ranks), 4, [FEATURE], 2)
+    check_run(finish_all(ranks), 4, [FEATURE, *FEATURES], 2)
 
 
 def test_nodes_of_two_releases_found_a_run_that_speaks_the_older_protocol(releases: Releases) -> None:
     nodes = [releases.node(later, size=3) for later in ("", releases.later(), releases.later())]
-    check_run(finish_all(nodes), 3, [], 2)
+    check_run(finish_all(nodes), 3, [*FEATURES], 2)
 
 
 FEATURE_NEEDED, VERSION_DROPPED = {"requires": True}, {"oldest": 4}
@@ -214,7 +215,7 @@ def test_a_newer_node_joins_a_run_of_an_older_release_and_speaks_its_protocol(re
         assert heard(node)["size"] == 2
     newer = releases.node(releases.later(), code=ELASTIC, min_size=2)
     ended = finish_all([*older, newer])
-    check_run(ended, 3, [], 1)
+    check_run(ended, 3, [*FEATURES], 1)
     assert {each.report["size"] for each in ended} == {3}
 
 

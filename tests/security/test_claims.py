@@ -203,7 +203,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"all strangers together {audit.STRANGERS_BURST:.0f}, then one in {1 / audit.ENTRIES_TOTAL_RATE:.0f} s" in log
     )
     assert audit.SUMMARY_SECONDS == 1 / audit.SOURCE_ENTRIES_RATE == 300
-    store = f"more than {store_rules.STORE_ENTRIES_LIMIT} entries of {store_rules.STORE_BYTES_LIMIT >> 20} MiB in all"
+    store = f"more than {store_rules.STORE_ENTRIES_LIMIT} entries of {store_rules.STORE_BYTES >> 20} MiB in all"
     assert f"{store}, nor wait on more than {store_rules.WAITING_BYTES_LIMIT >> 20} MiB of keys" in plain(SECURITY)
 
 

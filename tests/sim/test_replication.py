@@ -1,27 +1,35 @@
 """Copies of a store among processes that come and go, each with several threads: no answered change is lost or twice.
 
 A `World` is a function of its seed. Threads ask and stop waiting at any moment; links lose what they carry, or are
-replaced while late messages are still on the old one; views exclude members, down to one, and add others. At the end
-one order of all questions must explain all answers, and all copies must be equal.
+replaced while late messages are still on the old one; views exclude members, down to one, and add others. Entries end
+with members and at times. At the end one order of all questions must explain all answers, and all copies must be equal.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.linearizability import Operation, State, is_linearizable
+from tests.support.linearizability import Ended, Operation, State, is_linearizable
 from tests.support.seeds import batches, seeds
 
 from covey.proto import replication, store_copy
 from covey.proto.replication import Answered, Numbers, Replica, SendToReplica
+from covey.proto.store import LASTING, Lifetime
 from covey.proto.store_copy import RUN_STORE
 from covey.wire import store as wire
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 KEYS = ("a", "b")
+TTL = 5
+"""Seconds of entries that end, on a clock that runs a second with each course of a thread, and late for some."""
 THREADS = 3
+LIFETIMES = (*5 * ((False, 0),), (True, 0), (False, 1000 * TTL))
+"""Of entries that are set: whether they end with their member, and after how many milliseconds."""
 LATE_CHANCE = 0.05
 """Of each step, that a message on a link that was replaced may arrive while there is something else to do."""
 ANSWERS_LIMIT = 10
@@ -59,6 +67,9 @@ class World:
         self.history: list[Operation] = []
         self.refusals: list[str] = []
         self.values = 0
+        self.clock = 0
+        self.ending: list[tuple[int, int, str, bytes]] = []
+        """Process or -1, time or 0, key and value: entries that may end with the process or after the time."""
         self._next = 0
 
     def start(self, count: int) -> None:
@@ -75,11 +86,28 @@ class World:
 
     def agree(self, members: tuple[int, ...], *, is_first: bool = False) -> None:
         self.config, self.members = self.config + 1, members
+        self._may_end(lambda process, at: process >= 0 and process not in members)
         for process in list(self.replicas):
             if process in members:
                 self.views[process].append((self.config, members, is_first))
             else:
                 self._remove(process)
+
+    def _may_end(self, is_over: Callable[[int, int], bool]) -> None:
+        """Note that from now on the store may remove the entries that have ended."""
+        for each in [each for each in self.ending if is_over(*each[:2])]:
+            self.ending.remove(each)
+            self.now += 1
+            self.history.append(Operation(Ended(*each[2:]), self.now))
+
+    def pass_time(self, seconds: int = 1) -> None:
+        self.clock += seconds
+        self._may_end(lambda process, at: process < 0 and at <= self.clock)
+
+    def look(self, process: int) -> None:
+        """A process looks at its clock."""
+        self.replicas[process].advance(self.clock)
+        self._perform(process)
 
     def _remove(self, process: int) -> None:
         """The process is excluded: from now on no member hears it."""
@@ -110,6 +138,10 @@ class World:
             return
         self.now += 1
         self.open[process, thread] = question, self.now, 0
+        if isinstance(question, wire.Put | wire.Swap) and (question.ends_with_member or question.milliseconds):
+            pairs = question.entries if isinstance(question, wire.Put) else ((question.key, question.desired),)
+            at = self.clock + question.milliseconds // 1000
+            self.ending += [(process if question.ends_with_member else -1, at, key, value) for key, value in pairs]
         number = 0
         if self._in_two_steps:
             number = self.replicas[process]._asked_so_far = self.replicas[process]._asked_so_far + 1
@@ -225,15 +257,19 @@ class World:
         if dice < 0.25:
             return wire.Add("n", 1)
         if dice < 0.4:
-            return wire.Put(((key, value),))
+            pairs = ((key, value), ("a" if key == "b" else "b", value)) if dice < 0.3 else ((key, value),)
+            return wire.Put(pairs, *self.chance.choice(LIFETIMES))
         if dice < 0.55:
-            return wire.Swap(key, b"%d" % self.chance.randint(1, self.values), value, self.chance.random() < 0.5)
-        if dice < 0.65:
+            expected = b"%d" % self.chance.randint(1, self.values)
+            return wire.Swap(key, expected, value, self.chance.random() < 0.5, *self.chance.choice(LIFETIMES))
+        if dice < 0.6:
             return wire.Observe(key, self.chance.choice((-1, -1, 0, 1)))
+        if dice < 0.65:
+            return wire.Scan("", *self.chance.choice(((-1, 0), (-1, 0), (2, self.values))))
         if dice < 0.7:
             return wire.Delete(key)
         if dice < 0.8:
-            return wire.Get(KEYS)
+            return wire.Get(KEYS) if dice < 0.75 else wire.Read(KEYS)
         return wire.Push("q", value) if dice < 0.9 else wire.Pop("q", waits=True)
 
     def perform(self, steps: int) -> None:
@@ -244,6 +280,8 @@ class World:
                 self.ask(process, 0, wire.Get(("never",)))
         for _ in range(steps):
             process, thread = self.chance.choice(sorted(self.replicas)), self.chance.randrange(THREADS)
+            self.pass_time()
+            self.look(process)
             dice = self.chance.random()
             if dice < 0.4:
                 self.ask(process, thread, self.question())
@@ -264,7 +302,18 @@ class World:
         self.settle()
         self.check()
 
+    def _lifetimes_left(self) -> tuple[Lifetime, ...]:
+        return LASTING, *(Lifetime(member) for member in self.members)
+
     def check(self) -> None:
+        self.pass_time(10 * TTL)
+        for process in list(self.replicas):
+            self.look(process)
+        self.settle()
+        for each_replica in self.replicas.values():
+            left = [each for each in dump(each_replica)[0][RUN_STORE][0] if each[3] not in self._lifetimes_left()]
+            if left:
+                raise BrokenError(f"entries have not ended: {left}")
         asker = min(self.replicas)
         for _ in range(len(self.open)):  # each round serves at least one thread that waits for the queue
             free = next((at for at in range(THREADS) if (asker, at) not in self.open), 0)
@@ -365,6 +414,30 @@ class Deaf(Replica):
         super()._catch_up()
 
 
+class Lasting(Replica):
+    """Leaves the entries of members that are gone."""
+
+    def _end_with_members(self) -> None:
+        pass
+
+
+class Eager(Replica):
+    """Ends entries before their time."""
+
+    def _apply(self, index: int, entry: store_copy.LogEntry) -> None:
+        self._now -= TTL - 1
+        super()._apply(index, entry)
+        self._now += TTL - 1
+
+
+class Alone(Replica):
+    """An owner that removes what has ended from its own copy only."""
+
+    def _expire(self, store: int, ended: list[tuple[str, int]]) -> None:
+        assert self._copy is not None
+        self._copy.stores[store].expire(tuple(ended))
+
+
 class Keeping(Replica):
     """Keeps the answers for members that are gone."""
 
@@ -375,7 +448,7 @@ class Keeping(Replica):
 
 @pytest.mark.parametrize(
     "mutant",
-    [LowestOnly, Forgetful, Hasty, Mixing, Deaf, Keeping],
+    [LowestOnly, Forgetful, Hasty, Mixing, Deaf, Lasting, Eager, Alone, Keeping],
     ids=lambda kind: kind.__name__,
 )
 def test_a_replica_without_one_of_the_rules_is_caught(mutant: type[Replica]) -> None:

@@ -87,10 +87,11 @@ def note_pid(folder: str, name: str) -> None:
 def count_and_die(group: Any) -> dict[str, Any]:
     """Ranks 0 and 1 are killed, one after the other, while all count: no sum is lost or given twice.
 
-    A split group of one has the store of the run, and its operations go on.
+    A split group of one has the store of the run, and its operations go on. Entries end with the ranks that set them.
     """
     alone = group.split(group.rank)
     store = alone.node.store
+    store.set(f"alive/{group.rank}", "", until="member")
     sums = []
     for step in range(60):
         if group.rank == step // 20 - 1 and step % 20 == 10:
@@ -99,4 +100,6 @@ def count_and_die(group: Any) -> dict[str, Any]:
         store.set(f"mark {group.rank}", str(sums[-1]))
         assert alone.all_reduce(step) == step
         group.barrier()  # the last sum of a rank counts the steps of all
-    return {"sums": sums, "own": store.get(f"mark {group.rank}"), "first": store.get("mark 0")}
+    own, first, alive = store.get(f"mark {group.rank}"), store.get("mark 0"), store.keys("alive/")
+    group.barrier()  # before a rank leaves
+    return {"sums": sums, "own": own, "first": first, "alive": alive}

@@ -16,10 +16,18 @@ Queues = tuple[tuple[str, tuple[bytes, ...]], ...]
 
 
 @dataclass(frozen=True)
+class Ended:
+    """That an entry has ended: from a moment on the store may remove it, if it still has this value."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True)
 class Operation:
     """A question, when it was asked and answered, and the answer; `answered` is None without one."""
 
-    question: wire.Question
+    question: wire.Question | Ended
     asked: int
     answered: int | None = None
     answer: wire.Answer | None = None
@@ -33,12 +41,29 @@ class State(NamedTuple):
     changes: int = 0
     queues: Queues = ()
 
-    def after(self, question: wire.Question) -> tuple[State, wire.Answer] | None:
+    def after(self, question: wire.Question | Ended) -> tuple[State, wire.Answer] | None:
         """Return the store after a question, and the answer; None if the question waits."""
         entries, queues = dict(self.entries), dict(self.queues)
         match question:
-            case wire.Put(((key, value),)):
-                return self._with(key, value), wire.Done()
+            case Ended(key, value):
+                rest = {other: entry for other, entry in entries.items() if (other, entry[0]) != (key, value)}
+                return self._replace(entries=tuple(sorted(rest.items()))), wire.Done()
+            case wire.Put(pairs):
+                state = self
+                for key, value in pairs:
+                    state = state._with(key, value)
+                return state, wire.Done()
+            case wire.Read(keys):
+                found = [entries[key][0] for key in keys if key in entries]
+                return self, wire.Done(tuple(found), 0, tuple(entries[key][1] if key in entries else 0 for key in keys))
+            case wire.Scan(prefix, count, version):
+                names = sorted(key for key in entries if key.startswith(prefix))
+                highest = max((entries[key][1] for key in names), default=0)
+                if (len(names), highest) == (count, version):
+                    return None
+                return self, wire.Done(
+                    tuple(each for key in names for each in (key.encode(), entries[key][0])), highest
+                )
             case wire.Add(key, amount):
                 total = int(entries[key][0] if key in entries else 0) + amount
                 return self._with(key, b"%d" % total), wire.Done(number=total)

@@ -352,6 +352,12 @@ class GroupConfig:
         "How many bytes of messages a rank keeps from another rank that no `recv` has taken; then `send` waits.",
         is_shared=True,
     )
+    store_bytes: int = _tuned(
+        _SIZES, ByteCount(1 << 20, 1 << 40), 64 << 20,
+        "How much the store of a run may hold, and each store of torch: keys and values of all entries. Every member "
+        "has a copy.",
+        is_shared=True,
+    )
     # fmt: on
 
     def __post_init__(self) -> None:

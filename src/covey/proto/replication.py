@@ -17,15 +17,20 @@ Invariants:
    have, one by one: a question that waits for long holds up none that was asked after it.
 5. A question is numbered where it is queued, so numbers ascend. In one configuration the owner takes each number once,
    also if a message on a link that was replaced arrives late.
-6. Both ends of a link that is new repeat what may be lost or late with the last one (`repeat`).
+6. An entry ends by a change like any other (`Expire`), which only an owner orders: no read of its configuration that is
+   ordered later has the entry. The time of an entry is counted anew by each copy from when it got it, so an entry may
+   end late after a new owner, but never early.
+7. Both ends of a link that is new repeat what may be lost or late with the last one (`repeat`).
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import deque
 from typing import Final, NamedTuple
 
+from covey.proto.store import STORE_BYTES, Lifetime
 from covey.proto.store_copy import RUN_STORE, LogEntry, StoreCopy
 from covey.wire import store as wire
 
@@ -73,9 +78,9 @@ class _Question(NamedTuple):
 class Replica:
     """One member's part: its copy, and the questions of its process. Calls in, `effects()` out."""
 
-    def __init__(self, me: int) -> None:
-        """Begin without a configuration: questions wait for the first one."""
-        self._me = me
+    def __init__(self, me: int, *, bytes_limit: int = STORE_BYTES) -> None:
+        """Begin without a configuration: questions wait for the first one. All members have the same limit."""
+        self._me, self._bytes_limit, self._now = me, bytes_limit, 0.0
         self._config, self._members = -1, ()  # type: tuple[int, tuple[int, ...]]
         self._copy: StoreCopy | None = None
         """None until this member was given one."""
@@ -126,7 +131,21 @@ class Replica:
         """Whether this member could order the changes if all others were lost."""
         return self._copy is not None
 
+    def next_end(self) -> float:
+        """Return when to call `advance` at the latest; inf for never."""
+        if self.owner != self._me or self._copy is None:
+            return math.inf
+        return min(store.next_end() for store in self._copy.stores.values())
+
     # Inputs
+
+    def advance(self, now: float) -> None:
+        """Note the time before any other input, by a clock that never stops; the owner ends entries that are due."""
+        self._now = now
+        if self.owner == self._me and self._is_ready and self.next_end() <= now:
+            assert self._copy is not None
+            for number, store in list(self._copy.stores.items()):
+                self._expire(number, store.due(now))
 
     def configure(self, config: int, members: tuple[int, ...], *, is_first: bool = False) -> None:
         """Take the members of a view, in order; `is_first` if no member can have a copy from before."""
@@ -139,7 +158,7 @@ class Replica:
         self._taken.clear()
         self._waiting.clear()
         if is_first and self._me in members and self._copy is None:
-            self._copy, self._index = StoreCopy(), 0
+            self._copy, self._index = StoreCopy(self._bytes_limit), 0
         if self.owner == self._me:
             self._recovering = dict.fromkeys((member for member in members if member != self._me), 0)
             for peer in self._recovering:
@@ -184,6 +203,7 @@ class Replica:
                 self._catch_up()
             else:
                 self._settle()
+                self._end_with_members()
 
     def repeat(self, peer: int) -> None:
         """Repeat what may be lost with the last link to a member."""
@@ -267,8 +287,8 @@ class Replica:
             self._effects.append(Answered(number, answer))
 
     def _asked(self, asker: int, store: int, number: int, ask: wire.Submit) -> None:
-        if self.owner != self._me:
-            return  # the asker repeats it when it knows the owner
+        if self.owner != self._me or asker not in self._members:
+            return  # an asker that is a member repeats it when it knows the owner
         if not self._is_ready:
             if len(self._waiting) < UNRECOVERED_LIMIT:
                 self._waiting.append((asker, store, number, ask))
@@ -310,7 +330,7 @@ class Replica:
     def _apply(self, index: int, entry: LogEntry) -> None:
         assert self._copy is not None
         self._index = index
-        for store, asker, number, answer in self._copy.apply(entry):
+        for store, asker, number, answer in self._copy.apply(entry, self._now):
             if self.owner == self._me:
                 self._unanswered.append((index, store, asker, number, answer))
 
@@ -356,13 +376,26 @@ class Replica:
         if self._recovering or self.owner != self._me:
             return
         if self._copy is None:  # no member has one: all that had one are gone
-            self._copy, self._index = StoreCopy(), 0
+            self._copy, self._index = StoreCopy(self._bytes_limit), 0
         for peer in self._acked:
             self._bring_up(peer)
         self._append(LogEntry(RUN_STORE, self._me, 0, 0, wire.Forget(self._members)))
+        self._end_with_members()
         waiting, self._waiting = self._waiting, deque()
         for message in waiting:
             self._asked(*message)
+
+    def _end_with_members(self) -> None:
+        """End the entries of processes that are no members any more."""
+        if self._is_ready:
+            assert self._copy is not None
+            for number, store in list(self._copy.stores.items()):
+                self._expire(number, store.without_member(self._members))
+
+    def _expire(self, store: int, ended: list[tuple[str, int]]) -> None:
+        for at in range(0, len(ended), wire.KEYS_LIMIT):
+            change = wire.Expire(tuple(ended[at : at + wire.KEYS_LIMIT]))
+            self._append(LogEntry(store, self._me, 0, 0, change))
 
     def _bring_up(self, peer: int) -> None:
         """Send a member what its copy lacks."""
@@ -412,7 +445,7 @@ class Replica:
         if body.index <= self._index or (self._loading is not None and peer != self._loading_from):
             return
         if not body.part:
-            self._loading, self._parts = StoreCopy(), 0
+            self._loading, self._parts = StoreCopy(self._bytes_limit), 0
             self._loading_index, self._loading_from = body.index, peer
         if self._loading is None or (body.index, body.part) != (self._loading_index, self._parts):
             return  # it came late, over a link that was replaced
@@ -422,9 +455,10 @@ class Replica:
             case wire.Load(_, wire.Open(), _, versions):
                 loading.open(store)
                 loading.stores[store].restore_changes(versions[0] if versions else 0)
-            case wire.Load(_, wire.Put(entries), _, versions) if store in loading.stores:
+            case wire.Load(_, wire.Put(entries, _, milliseconds), asker, versions) if store in loading.stores:
+                lifetime = Lifetime(asker, milliseconds)
                 for (key, value), version in zip(entries, versions, strict=False):
-                    loading.stores[store].restore_entry(key, value, version)
+                    loading.stores[store].restore_entry(key, value, version, lifetime, self._now)
             case wire.Load(_, change, asker) if store in loading.stores and not isinstance(change, wire.Open):
                 loading.stores[store].ask(asker, number, change)
             case wire.LoadAnswer(_, asker, answer):

@@ -17,24 +17,36 @@ KEY_LIMIT: Final = 1000
 """Characters of a key."""
 KEYS_LIMIT: Final = 4096
 """Keys in one question."""
-VALUE_LIMIT: Final = 1 << 18
+PLAIN_VALUE_LIMIT: Final = 1 << 18
+"""Bytes of a value in a run whose members do not all know the feature `WIDE_STORE`."""
+VALUE_LIMIT: Final = 1 << 24
 """Bytes of a value."""
 RECEIVED_LIMIT: Final = 256
 """Answers that one question acknowledges."""
 BODY_LIMIT: Final = (1 << 20) - 256
-"""Bytes of a question or an answer: each travels in one frame."""
+"""Bytes of a question or an answer that travels in one frame; a larger one travels as `BodyPiece`s."""
+LARGE_BODY_LIMIT: Final = VALUE_LIMIT + (1 << 20)
+"""Bytes of a question or an answer."""
+BODY_PIECE_BYTES: Final = 1 << 18
+MILLISECONDS_LIMIT: Final = 1 << 42
+"""Of the time after which an entry ends: more than a hundred years."""
 
 Key = Annotated[str, msgspec.Meta(max_length=KEY_LIMIT)]
 Keys = Annotated[tuple[Key, ...], msgspec.Meta(max_length=KEYS_LIMIT)]
 Value = Annotated[bytes, msgspec.Meta(max_length=VALUE_LIMIT)]
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Versions = Annotated[tuple[Number, ...], msgspec.Meta(max_length=KEYS_LIMIT)]
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=MILLISECONDS_LIMIT)]
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Set entries."""
+    """Set entries, all at once."""
 
     entries: Annotated[tuple[tuple[Key, Value], ...], msgspec.Meta(max_length=KEYS_LIMIT)]
+    ends_with_member: bool = False
+    """Whether the entries end when the process that asks is no member any more."""
+    milliseconds: Milliseconds = 0
+    """After how long they end; 0 for never."""
 
 
 class Get(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -75,6 +87,9 @@ class Swap(msgspec.Struct, frozen=True, array_like=True, tag=6):
     desired: Value
     if_missing: bool = False
     """Set the entry only if it does not exist, whatever is expected."""
+    ends_with_member: bool = False
+    milliseconds: Milliseconds = 0
+    """As in a Put, if the entry is set."""
 
 
 class Append(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -95,6 +110,8 @@ class Names(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
     after: Key | None = None
     """Only keys behind this one."""
+    prefix: Key = ""
+    """Only keys that begin so."""
 
 
 class Count(msgspec.Struct, frozen=True, array_like=True, tag=10):
@@ -159,9 +176,36 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag=19):
     version: Number
 
 
-Question = Put | Get | Await | HasKeys | Add | Swap | Append | Delete | Names | Count | Push | Pop | Length | Observe
+class Expire(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """Remove entries that have ended, each if it still has this version. The member that orders the changes says so."""
+
+    entries: Annotated[tuple[tuple[Key, Number], ...], msgspec.Meta(max_length=KEYS_LIMIT)]
+
+
+class Read(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """Return the values of those of these keys that exist, and the versions of all of them, 0 for the others."""
+
+    keys: Keys
+
+
+class Scan(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """Return all entries whose keys begin so, once their number and the highest of their versions are not these.
+
+    The answer has the keys and their values in turn, sorted, and the highest version, 0 without an entry. A change of
+    one of the entries changes its version, and without one only fewer can be left: so any change is noticed.
+    """
+
+    prefix: Key
+    count: Number = -1
+    version: Number = 0
+
+
+Question = (
+    Put | Get | Await | HasKeys | Add | Swap | Append | Delete | Names | Count | Push | Pop | Length | Observe | Read
+    | Scan
+)  # fmt: skip
 Answer = Done | Refused
-Change = Question | Withdraw | Open | Forget
+Change = Question | Withdraw | Open | Forget | Expire
 """What is ordered, and applied to every copy in this order."""
 Count64 = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
 Received = Annotated[tuple[Count64, ...], msgspec.Meta(max_length=RECEIVED_LIMIT)]
@@ -220,9 +264,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=37):
     """A part of a copy for a member that has none: something to apply to the empty store of this number."""
 
     config: Count64
-    change: Put | Push | Open | Get | Await | Pop | Observe
+    change: Put | Push | Open | Get | Await | Pop | Observe | Scan
     asker: Count64 = -1
-    """Of a question that waits."""
+    """Of a question that waits, or of entries that end with it."""
     versions: Versions = ()
     """Of the entries of a Put; of an Open: the number of changes to entries so far."""
     part: Count64 = 0
@@ -250,13 +294,44 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=39):
     """How many there were. A receiver that has not got all of them in their turn asks for the whole copy again."""
 
 
+class BodyPiece(msgspec.Struct, frozen=True, array_like=True, tag=40):
+    """A part of a body that is too large for one frame. The pieces of one body follow each other on a link."""
+
+    body: Count64
+    """The sender counts its large bodies, so that a late piece of an earlier one fits to none."""
+    at: Count64
+    size: Annotated[int, msgspec.Meta(ge=1, le=LARGE_BODY_LIMIT)]
+    """Of the whole body."""
+    data: Annotated[bytes, msgspec.Meta(max_length=BODY_PIECE_BYTES)]
+
+
+def is_wide(change: Question | Withdraw | Open) -> bool:
+    """Tell whether members of a run without the feature `WIDE_STORE` do not know a question as it is."""
+    match change:
+        case Read() | Scan():
+            return True
+        case Names(_, prefix):
+            return bool(prefix)
+        case Get(keys) | Await(keys) | HasKeys(keys):
+            return 4 * sum(map(len, keys)) + 8 * len(keys) > BODY_LIMIT
+        case Put(entries, ends_with_member, milliseconds):
+            is_large = any(len(value) > PLAIN_VALUE_LIMIT for _, value in entries)
+            size = sum(4 * len(key) + len(value) + 16 for key, value in entries)
+            return ends_with_member or milliseconds > 0 or is_large or size > BODY_LIMIT
+        case Swap(_, expected, desired, _, ends_with_member, milliseconds):
+            return ends_with_member or milliseconds > 0 or max(len(expected), len(desired)) > PLAIN_VALUE_LIMIT
+        case Append(_, value) | Push(_, value):
+            return len(value) > PLAIN_VALUE_LIMIT
+    return False
+
+
 def placed(part: Load | LoadAnswer, config: int, number: int, index: int) -> Load | LoadAnswer:
     """Return a part with its place: the configuration, its number, and the index of the copy."""
     return msgspec.structs.replace(part, config=config, part=number, index=index)
 
 
 Replication = Submit | Entry | Ack | Recover | Last | Load | LoadAnswer | Loaded
-Body = Answer | Replication
+Body = Answer | Replication | BodyPiece
 
 _bodies: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
 encode_body = msgspec.msgpack.Encoder().encode

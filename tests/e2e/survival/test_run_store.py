@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,65 @@ def test_entries_are_shared_and_every_sum_is_given_once() -> None:
 
     results = run_threads(3, body)
     assert sorted(number for sums in results for number in sums) == list(range(1, 31))
+
+
+def test_entries_are_set_and_read_together_and_a_prefix_is_watched_until_its_entries_end() -> None:
+    def body(group: Group) -> list[dict[str, bytes]]:
+        store = group.node.store
+        store.set_all({f"of {group.rank}/{name}": f"{group.rank}{name}" for name in "ab"})
+        group.barrier()
+        assert store.get_all("of 0/b", "missing", "of 1/a") == {"of 0/b": b"0b", "of 1/a": b"1a"}
+        assert store.items("of 1/") == {"of 1/a": b"1a", "of 1/b": b"1b"}
+        assert store.keys("of 0") == ["of 0/a", "of 0/b"]
+        group.barrier()
+        if group.rank == 1:
+            store.set("leased/1", "1", ttl=0.3)
+            assert store.compare_set("leased/2", None, "2", ttl=0.2, until="member").won
+            store.wait("seen", timeout=DEADLINE)
+            return []
+        seen: list[dict[str, bytes]] = []
+        for entries in store.watch_prefix("leased/", timeout=DEADLINE):
+            seen.append(entries)
+            if len(seen) > 1 and not entries:
+                store.set("seen", "")
+                break
+        for bad in (lambda: store.set("k", "", ttl=0), lambda: store.set("k", "", until="rank")):  # type: ignore[arg-type]
+            with pytest.raises(covey.ConfigError, match="must be"):
+                bad()
+        with pytest.raises(covey.DeadlineError, match=r"scan\(leased/\)"):
+            list(store.watch_prefix("leased/", timeout=0.05))
+        return seen
+
+    seen = run_threads(2, body)[0]
+    assert {"leased/1": b"1", "leased/2": b"2"} in seen
+    assert seen[-1] == {}
+
+
+def test_values_of_16_mib_are_set_compared_and_read_and_the_setting_bounds_all_of_them() -> None:
+    def body(group: Group) -> None:
+        store, mine, other = group.node.store, large(group.rank), large(1 - group.rank)
+        for round in range(2):
+            store.set(f"of {group.rank}", mine, timeout=DEADLINE)
+            group.barrier()
+            assert store.wait(f"of {1 - group.rank}", timeout=DEADLINE) == [other]
+            group.barrier()
+            assert not store.compare_set(f"of {group.rank}", other, b"", timeout=DEADLINE).won
+            assert store.compare_set(f"of {group.rank}", mine, f"{round}", timeout=DEADLINE).won
+            group.barrier()
+        with pytest.raises(covey.ConfigError, match="16777216 bytes"):
+            store.set("too large", mine + b"x")
+        group.barrier()
+        if group.rank == 0:
+            store.set_all({f"half {number}": mine[: 8 << 20] for number in range(2)}, timeout=DEADLINE)
+            store.set("half 2", mine[: 8 << 20], timeout=DEADLINE)
+            with pytest.raises(covey.ConfigError, match=r"full.*of 41943040 \(the setting store_bytes\)"):
+                store.set("too much", mine, timeout=DEADLINE)
+        group.barrier()
+
+    def large(rank: int) -> bytes:
+        return random.Random(rank).randbytes(16 << 20)
+
+    run_threads(2, body, settings={"store_bytes": 40 << 20})
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
@@ -221,6 +281,7 @@ def test_the_store_survives_the_members_that_ordered_its_changes() -> None:
     assert max(sums) == 120 + 30 + 50  # rank 0 counted 30 times and rank 1 50 times
     assert all(each["own"] == str(each["sums"][-1]).encode() for each in found)
     assert len({each["first"] for each in found}) == 1
+    assert [each["alive"] for each in found] == [["alive/2", "alive/3"]] * 2
     assert found[0]["first"] is not None
 
 

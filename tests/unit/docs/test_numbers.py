@@ -428,7 +428,7 @@ HELD = {
         f"from the members, up to {reports.REPORTED_EVENTS_LIMIT}.",
         f"begins with the last {spelled(events.KEPT)} events",
         f"Keys have up to {store.KEY_LIMIT:,} characters, values up to {size(store.VALUE_LIMIT)}, and there is room "
-        f"for {size(store_rules.STORE_BYTES_LIMIT)} in all",
+        f"for {size(store_rules.STORE_BYTES)} in all",
     ),
     "docs/guides/operations.md": (
         f"has {size(2 * SET.ring_bytes)} of shared memory (`ring_bytes`, in each direction)",
@@ -443,7 +443,7 @@ HELD = {
         f"valid for {spelled(clusters.GRACE / 60)} minutes (`--grace",
     ),
     "docs/guides/pytorch.md": (
-        f"up to {store_rules.STORE_ENTRIES_LIMIT} entries of {size(store_rules.STORE_BYTES_LIMIT)} in total",
+        f"up to {store_rules.STORE_ENTRIES_LIMIT} entries of {size(store_rules.STORE_BYTES)} in total",
         f"tensors over {size(in_source('torch/backend/devices.py', 'DEVICE_PIECE_BYTES'))} are sent in pieces",
     ),
     "docs/guides/running.md": (

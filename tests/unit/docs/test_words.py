@@ -71,6 +71,7 @@ EXCEPTIONS = {
     "Candidate": "a plan that could be chosen",
     "_watch": "the option --watch of covey status and covey doctor; an observer in testing/proxy.py",
     "watch": "torch and asyncio say so: a thread that watches a value; the method of a launcher's handler",
+    "watch_prefix": "a store's `watch`, of all entries that begin alike",
     "history": "what views show of a run over time, as `covey history` does of all runs",
     "neighbours": "members that are adjacent in an overlay, as in a graph",
     "_letters_for": "letters of the alphabet, in join codes",

@@ -127,7 +127,7 @@ def test_a_store_that_is_full_refuses_and_has_room_again_when_something_is_delet
     while isinstance(answer := ask(store, put(f"{number}", value)), wire.Done):
         number += 1
     assert "is full" in refusal(answer)
-    assert number * wire.VALUE_LIMIT <= limits.STORE_BYTES_LIMIT < (number + 1) * (wire.VALUE_LIMIT + 1000)
+    assert number * wire.VALUE_LIMIT <= limits.STORE_BYTES < (number + 1) * (wire.VALUE_LIMIT + 1000)
     assert "is full" in refusal(ask(store, wire.Push("q", value)))
     assert ask(store, put("0", value)) == wire.Done()  # instead of what was there
     ask(store, wire.Delete("0"))
@@ -161,7 +161,7 @@ def answered(store: KeyValueStore, question: wire.Question) -> wire.Done:
 
 
 def test_values_that_do_not_fit_into_one_message_come_in_several_which_tell_what_has_changed() -> None:
-    store, size = KeyValueStore(), wire.VALUE_LIMIT
+    store, size = KeyValueStore(), wire.PLAIN_VALUE_LIMIT
     keys = tuple(f"{number}" for number in range(9))
     for number, key in enumerate(keys):
         ask(store, put(key, bytes([number]) * size))
@@ -205,10 +205,73 @@ def test_a_copy_of_an_entry_has_its_version_and_so_has_the_next_change() -> None
         ask(store, put(key))
     other.restore_changes(store.changes)
     for entry in store.entries():
-        other.restore_entry(*entry)
+        other.restore_entry(*entry, now=0.0)
     for each in (store, other):
         ask(each, put("c"))
-        assert each.entries() == [("b", b"v", 2), ("a", b"v", 3), ("c", b"v", 4)]
+        assert [entry[:3] for entry in each.entries()] == [("b", b"v", 2), ("a", b"v", 3), ("c", b"v", 4)]
+
+
+def test_an_entry_ends_at_its_time_unless_it_was_set_again() -> None:
+    store = KeyValueStore()
+    store.ask(1, 0, wire.Put((("a", b"1"), ("b", b"1")), milliseconds=1500), 10.0)
+    store.ask(1, 1, wire.Put((("b", b"2"),), milliseconds=1500), 11.0)
+    assert store.next_end() == 11.5
+    assert store.due(11.4) == []
+    assert store.due(12.0) == [("a", 1)]
+    assert store.due(12.0) == []
+    assert store.expire((("a", 1), ("b", 2))) == []  # b has version 3
+    assert ask(store, wire.Names()) == wire.Done((b"b",))
+    store.ask(1, 2, put("b"), 12.0)
+    assert store.due(100.0) == []
+    assert ask(store, wire.HasKeys(("b",))) == wire.Done(number=1)
+    for number in range(1000):  # a lease that is renewed leaves nothing behind
+        store.ask(1, number, wire.Swap("lease", b"me", b"me", number == 0, milliseconds=5000), float(number))
+    assert len(store._ends) < 50
+    assert store.due(1003.9) == []
+    assert [key for key, _ in store.due(1004.0)] == ["lease"]
+
+
+def test_entries_end_with_the_member_that_set_them_and_keep_their_lifetime_when_they_grow() -> None:
+    store = KeyValueStore()
+    store.ask(1, 0, wire.Put((("mine", b"1"),), ends_with_member=True))
+    store.ask(2, 0, wire.Swap("yours", b"", b"2", ends_with_member=True))
+    store.ask(2, 1, wire.Append("mine", b"more"))
+    assert store.without_member((1, 2)) == []
+    assert store.without_member((2, 3)) == [("mine", 3)]
+    store.ask(2, 2, wire.Put((("mine", b"theirs"),)))
+    assert store.without_member((3,)) == [("yours", 2)]
+    copy = KeyValueStore()
+    for entry in store.entries():
+        copy.restore_entry(*entry, now=0.0)
+    assert copy.entries() == store.entries()
+    assert copy.without_member((3,)) == [("yours", 2)]
+
+
+def test_a_prefix_is_read_whole_and_whoever_watches_it_learns_of_each_kind_of_change() -> None:
+    store = KeyValueStore()
+    ask(store, wire.Put((("a/2", b"2"), ("a/1", b"1"), ("b", b"3"))))
+    seen = ask(store, wire.Scan("a/"))
+    assert seen == wire.Done((b"a/1", b"1", b"a/2", b"2"), 2)
+    assert ask(store, wire.Names(None, "a/")) == wire.Done((b"a/1", b"a/2"))
+    assert ask(store, wire.Read(("b", "no", "a/1"))) == wire.Done((b"3", b"1"), versions=(3, 0, 2))
+    changes: tuple[wire.Question, ...] = (
+        wire.Put((("a/1", b"1"),)), wire.Delete("a/1"), wire.Add("a/3", 1), wire.Append("a/", b"x")
+    )  # fmt: skip
+    for number, change in enumerate(changes):
+        assert isinstance(seen, wire.Done)
+        waits = wire.Scan("a/", len(seen.values) // 2, seen.number)
+        assert store.ask(1, number, waits) == []
+        assert len(store.ask(2, 0, put("b"))) == 1
+        _, told = store.ask(2, 0, change)
+        assert told[:2] == (1, number)
+        assert told.answer == ask(store, wire.Scan("a/"))
+        seen = told.answer
+    assert (store._scans, store._wanted) == (0, {})
+    large = bytes(wire.VALUE_LIMIT)
+    for key in ("a/4", "a/5"):
+        ask(store, put(key, large))
+    assert "read fewer at a time" in refusal(ask(store, wire.Scan("a/")))
+    assert "read fewer at a time" in refusal(ask(store, wire.Read(("a/4", "a/5"))))
 
 
 def test_what_one_member_waits_for_is_bounded_and_the_others_may_still_wait() -> None:

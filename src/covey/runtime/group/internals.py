@@ -119,7 +119,7 @@ def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
     home = home_of(group)
     number = secrets.randbits(61) + 1
     if home is None:
-        client = StoreClient(Stores(None), number)
+        client = StoreClient(Stores(bytes_limit=engine_of(group).facts.config.store_bytes), number)
         client.ask(wire.Open(), OPEN_SECONDS)
         return client
     if group.rank == 0:

@@ -175,7 +175,10 @@ class Node:
     @functools.cached_property
     def store(self) -> RunStore:
         """The key-value store of the run."""
-        return RunStore(self._stores, self._engine.facts.config.timeout)
+        from covey.runtime.state.store import Stores
+
+        config = self._engine.facts.config
+        return RunStore(self._stores or Stores(bytes_limit=config.store_bytes), config.timeout)
 
     # Functions of this node
 

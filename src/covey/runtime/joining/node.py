@@ -116,7 +116,13 @@ class NodeParts:
             groups=self.groups,
             tell=lambda kind, peer, text: self.generation_table.tell_of_peer(kind, peer, text),
         )
-        self.stores = Stores(self.peers, self.tasks, survives_losses=config.on_loss == "continue")
+        self.stores = Stores(
+            self.peers,
+            self.tasks,
+            survives_losses=config.on_loss == "continue",
+            bytes_limit=config.store_bytes,
+            features=lambda: self.views.speaks.features,
+        )
         self.checkpoints = Checkpoints(self.peers, self.tasks, self.events)
         self.views = Views(
             run=run,

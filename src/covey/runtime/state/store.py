@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import math
+import threading
 import time
-from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat
-from covey.proto.replication import Answered, Replica, SendToReplica
+from covey.proto.replication import Answered, Replica
+from covey.proto.store import STORE_BYTES
 from covey.runtime import loop as control
+from covey.runtime.clocks import waking_clock
+from covey.runtime.state.store_link import PieceAssembly, Unsent
 from covey.wire import messages
 from covey.wire import store as wire
+from covey.wire.versions import FEATURES, WIDE_STORE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from covey.base.numbers import Rank
     from covey.runtime.links.link import Link
     from covey.runtime.tasks import Tasks
 
-UNSENT_LIMIT: Final = 1 << 16
-"""Messages that wait for room on one link, besides the parts of copies: of these there may be more."""
-WAITING_COPIES_LIMIT: Final = 4
-"""Copies that wait for room on one link; a member that has a new link gets one or two."""
+EXPIRE_EVERY: Final = 1.0
+"""Seconds at most between two looks at entries that end after a time: timers stand still while a machine sleeps."""
+LARGE_TURN: Final = threading.Lock()
+"""Held by the thread of this process that asks a question of more than one frame: such questions take turns."""
+NOT_WIDE: Final = (
+    "{what}: not all members of the run have a release of covey that knows entries that end, values of more than "
+    "256 KiB, and reads of several keys or of a prefix; update covey on all machines, and start the run again"
+)
 Outcome: TypeAlias = "Future[wire.Done]"
 
 
@@ -60,57 +71,39 @@ class StorePeers(Protocol):
     def rank_of(self, seat: Seat) -> Rank: ...
 
 
-class _Unsent:
-    """What waits for room on the link with one process, in order. It is encoded when it is sent: copies are large."""
-
-    def __init__(self) -> None:
-        self._messages: deque[SendToReplica] = deque()
-        self._copies = self._parts = 0
-        """How many copies end among them, and how many of them are parts of copies."""
-
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    @property
-    def is_too_long(self) -> bool:
-        """Whether more waits than a process that reads leaves waiting."""
-        return len(self._messages) - self._parts > UNSENT_LIMIT or self._copies > WAITING_COPIES_LIMIT
-
-    def add(self, message: SendToReplica) -> None:
-        self._messages.append(message)
-        self._count(message, 1)
-
-    def take(self) -> SendToReplica:
-        """Remove and return the first message."""
-        message = self._messages.popleft()
-        self._count(message, -1)
-        return message
-
-    def _count(self, message: SendToReplica, number: int) -> None:
-        if isinstance(message.body, wire.Load | wire.LoadAnswer):
-            self._parts += number
-        elif isinstance(message.body, wire.Loaded):
-            self._copies += number
-
-
 class Stores:
     """This process's copies of the stores of its run, and its questions. On the control loop."""
 
     def __init__(
-        self, peers: StorePeers | None = None, tasks: Tasks | None = None, *, survives_losses: bool = False
+        self,
+        peers: StorePeers | None = None,
+        tasks: Tasks | None = None,
+        *,
+        survives_losses: bool = False,
+        bytes_limit: int = STORE_BYTES,
+        features: Callable[[], Collection[str]] = lambda: FEATURES,
     ) -> None:
         """Begin without members: questions wait for the first view. Without `peers`, this process is alone.
 
-        `tasks` are those of the run, and say when it closes. In a run that survives losses, a view says what follows
-        from one.
+        Args:
+            peers: the other processes of the run.
+            tasks: those of the run, which say when it closes.
+            survives_losses: whether a view says what follows from a loss.
+            bytes_limit: how much each store may hold, the same on all members.
+            features: returns what all members of the run know, once it is formed.
         """
-        self._peers, self._tasks, self._survives_losses = peers, tasks, survives_losses
+        self._peers, self._tasks, self._survives_losses, self._features = peers, tasks, survives_losses, features
         self._me = peers.seat if peers is not None else Seat(0)
-        self._replica = Replica(self._me)
+        self._replica = Replica(self._me, bytes_limit=bytes_limit)
         self._outcomes: dict[int, Outcome] = {}
         """By number of a question."""
-        self._unsent: dict[Seat, _Unsent] = {}
+        self._unsent: dict[Seat, Unsent] = {}
         """By seat: what its link has no room for yet."""
+        self._large_bodies = itertools.count()
+        self._assemblies: dict[Seat, PieceAssembly] = {}
+        """By seat: the pieces of a message that have come."""
+        self._look: asyncio.TimerHandle | None = None
+        """Looks for entries whose time is over."""
         self._ending: Callable[[], CoveyError] | None = None
         """Makes the error of all questions, once this process is in no view of the run any more."""
         if peers is None:
@@ -130,6 +123,10 @@ class Stores:
         if self._ending is not None:
             _fail(outcome, self._ending())
             return
+        if WIDE_STORE not in self._features() and wire.is_wide(question):
+            _fail(outcome, ConfigError(NOT_WIDE.format(what=type(question).__name__.lower())))
+            return
+        self._replica.advance(waking_clock())
         self._outcomes[self._replica.ask(store_id, question)] = outcome
         self._perform()
         self._fail_if_lost()
@@ -143,8 +140,12 @@ class Stores:
 
     def heard(self, seat: Seat, posting: messages.Posting) -> None:
         """Take a message of another process."""
-        body = wire.decode_body(posting.body)
-        if self._peers is None or not self._peers[seat].is_excluded:
+        body: wire.Body | None = wire.decode_body(posting.body)
+        if isinstance(body, wire.BodyPiece):
+            body = self._assemblies.setdefault(seat, PieceAssembly()).add(body)
+        is_heard = self._peers is None or not self._peers[seat].is_excluded
+        if body is not None and not isinstance(body, wire.BodyPiece) and is_heard:
+            self._replica.advance(waking_clock())
             self._replica.heard(seat, posting.store, posting.number, body)
             self._perform()
 
@@ -161,6 +162,7 @@ class Stores:
     def peer_gone(self, seat: Seat) -> None:
         """Note that a process is gone. In a run that continues after losses, the next view says what follows."""
         self._unsent.pop(seat, None)
+        self._assemblies.pop(seat, None)
         if self._survives_losses:
             return
         self._replica.drop(seat)
@@ -175,6 +177,8 @@ class Stores:
         """Fail all questions, now and later, each with an error of its own."""
         self._ending = self._ending or error
         self._unsent.clear()
+        if self._look is not None:
+            self._look.cancel()
         self._fail_all(error)
 
     # Helpers
@@ -190,7 +194,7 @@ class Stores:
         for effect in self._replica.effects():
             if not isinstance(effect, Answered):
                 if self._peers is not None and self._ending is None:
-                    self._unsent.setdefault(Seat(effect.peer), _Unsent()).add(effect)
+                    self._unsent.setdefault(Seat(effect.peer), Unsent(self._large_bodies)).add(effect)
                 continue
             outcome = self._outcomes.pop(effect.number, None)
             if outcome is None or outcome.done():
@@ -201,6 +205,14 @@ class Stores:
                 _fail(outcome, ConfigError(effect.answer.reason))
         for seat in list(self._unsent):
             self._send_more(seat)
+        if self._look is None and self._ending is None and (end := self._replica.next_end()) < math.inf:
+            delay = max(0.0, min(end - waking_clock(), EXPIRE_EVERY))
+            self._look = asyncio.get_running_loop().call_later(delay, self._end_entries)
+
+    def _end_entries(self) -> None:
+        self._look = None
+        self._replica.advance(waking_clock())
+        self._perform()
 
     def _send_more(self, seat: Seat) -> None:
         """Give the link with a process what it has room for: a link drops what it cannot hold.
@@ -213,8 +225,7 @@ class Stores:
         peer = self._peers[seat]
         link = peer.link
         while unsent and link is not None and link.has_room:
-            _, store, number, body = unsent.take()
-            peer.send(messages.Posting(store, number, wire.encode_body(body)))
+            peer.send(unsent.take())
         if link is not None and unsent.is_too_long:
             link.abort()  # the process reads nothing; what it lacks is said again on another link
         if link is None or not unsent or unsent.is_too_long:
@@ -257,7 +268,16 @@ class StoreClient:
             ConfigError: the store is full, or the question is malformed.
             ClosedError: this process has left the run.
         """
-        _check(question)
+        if _check(question) > wire.BODY_LIMIT:
+            if not LARGE_TURN.acquire(timeout=max(0.0, timeout)):
+                raise DeadlineError(f"no answer within the timeout of {timeout:g} s: other threads ask for more")
+            try:
+                return self._ask(question, timeout)
+            finally:
+                LARGE_TURN.release()
+        return self._ask(question, timeout)
+
+    def _ask(self, question: wire.Question | wire.Open, timeout: float) -> wire.Done:
         outcome: Outcome = Future()
         try:
             control.soon(self._stores.ask, self.store_id, question, outcome)
@@ -291,13 +311,16 @@ class StoreClient:
             answer = self.ask(wire.Get(keys, tuple(seen)), until - time.monotonic())
         return list(answer.values)
 
-    def names(self, timeout: float) -> list[str]:
-        """Return the keys of all entries, sorted. Those that do not fit into one message are read a part at a time."""
+    def names(self, timeout: float, prefix: str = "") -> list[str]:
+        """Return the keys of all entries that begin so, sorted.
+
+        Those that do not fit into one message are read a part at a time.
+        """
         until = time.monotonic() + timeout
         names: list[str] = []
         more = 1
         while more:
-            answer = self.ask(wire.Names(names[-1] if names else None), until - time.monotonic())
+            answer = self.ask(wire.Names(names[-1] if names else None, prefix), until - time.monotonic())
             names += [key.decode(errors="replace") for key in answer.values]
             more = answer.number and len(answer.values)
         return names
@@ -306,7 +329,8 @@ class StoreClient:
 def describe(question: wire.Question) -> str:
     """Return a question as errors name it: its kind and up to five of its keys."""
     entries = question.entries if isinstance(question, wire.Put) else ()
-    keys = tuple(key for key, _ in entries) or getattr(question, "keys", ()) or (getattr(question, "key", ""),)
+    keys = tuple(key for key, _ in entries) or getattr(question, "keys", ())
+    keys = keys or (getattr(question, "key", getattr(question, "prefix", "")),)
     shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
     return f"{type(question).__name__.lower()}({shown})"
 
@@ -333,8 +357,8 @@ def _no_text(what: str, error: UnicodeEncodeError) -> ConfigError:
     )
 
 
-def _check(question: wire.Question | wire.Open) -> None:
-    """Raise ConfigError for a question that others would take for a broken protocol, which ends the link."""
+def _check(question: wire.Question | wire.Open) -> int:
+    """Return the size of a question; raise ConfigError if others would take it for a broken protocol."""
     try:
         body = wire.encode_body(wire.Submit(0, 0, question))
         wire.decode_body(body)
@@ -345,5 +369,6 @@ def _check(question: wire.Question | wire.Open) -> None:
             f"a store has keys of up to {wire.KEY_LIMIT} characters, values of up to {wire.VALUE_LIMIT} bytes and "
             f"numbers of 64 bits: {error.__cause__ or error}"
         ) from None
-    if len(body) > wire.BODY_LIMIT:
-        raise ConfigError(f"a store takes {wire.BODY_LIMIT} bytes at a time, not {len(body)}; use several calls")
+    if len(body) > wire.LARGE_BODY_LIMIT:
+        raise ConfigError(f"a store takes {wire.LARGE_BODY_LIMIT} bytes at a time, not {len(body)}; use several calls")
+    return len(body)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
-from covey.proto.replication import NO_COPY, Replica
+from covey.proto.replication import NO_COPY, Replica, SendToReplica
 from covey.runtime.peers.peer_table import PeerTable
-from covey.runtime.state import store
+from covey.runtime.state import store, store_link
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 from covey.wire import store as wire
@@ -61,7 +63,7 @@ class Links:
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> Links:
-    monkeypatch.setattr(store, "UNSENT_LIMIT", 50)
+    monkeypatch.setattr(store_link, "UNSENT_LIMIT", 50)
     links = Links()
     links.stores.view(0, ALONE, [ME])
     for number in range(200):
@@ -77,6 +79,7 @@ def test_a_copy_of_more_parts_than_may_wait_otherwise_arrives_whole(links: Links
     while not newcomer.has_copy:
         posting = links.sent.pop(0)
         body = wire.decode_body(posting.body)
+        assert not isinstance(body, wire.BodyPiece)
         newcomer.heard(ME, posting.store, posting.number, body)
         links.room = 1
         links.stores.link_has_room(NEWCOMER)
@@ -98,7 +101,64 @@ def test_a_process_that_reads_nothing_and_for_which_too_much_waits_loses_its_lin
 
 def test_a_process_that_asks_for_copies_and_reads_none_loses_its_link(links: Links) -> None:
     links.meet()
-    for _ in range(store.WAITING_COPIES_LIMIT):
+    for _ in range(store_link.WAITING_COPIES_LIMIT):
         assert not links.is_aborted
         links.hear(wire.Last(TOGETHER, NO_COPY))
     assert links.is_aborted
+
+
+def test_a_large_value_travels_in_pieces_between_which_the_link_is_free(links: Links) -> None:
+    links.meet()
+    newcomer, assembly, value = (
+        Replica(NEWCOMER),
+        store_link.PieceAssembly(),
+        random.Random(1).randbytes(wire.VALUE_LIMIT),
+    )
+    newcomer.configure(TOGETHER, (ME, NEWCOMER))
+    set_it = links.ask(wire.Put((("large", value), ("other", b"small"))))
+    sizes = []
+    while not set_it.done():
+        posting = links.sent.pop(0)
+        sizes.append(len(posting.body))
+        body: wire.Body | None = wire.decode_body(posting.body)
+        if isinstance(body, wire.BodyPiece):
+            late = wire.BodyPiece(body.body - 1, body.at, body.size, body.data)
+            assert assembly.add(late) is None  # over a link that was replaced
+            body = assembly.add(body)
+        if body is not None and not isinstance(body, wire.BodyPiece):
+            newcomer.heard(ME, posting.store, posting.number, body)
+        for effect in newcomer.effects():
+            assert isinstance(effect, SendToReplica)
+            links.hear(effect.body)  # type: ignore[arg-type]
+        links.room = 1  # nothing more is sent before the link has room again
+        links.stores.link_has_room(NEWCOMER)
+        assert len(links.sent) <= 1
+    assert len(sizes) > wire.VALUE_LIMIT // wire.BODY_PIECE_BYTES
+    assert max(sizes) <= wire.BODY_PIECE_BYTES + 100
+    copy = newcomer._copy
+    assert copy is not None
+    assert dict(entry[:2] for entry in copy.stores[0].entries()) == {"large": value, "other": b"small"}
+
+
+@pytest.mark.parametrize("bad", ["too long", "not a message", "a piece"])
+def test_pieces_that_make_no_message_are_an_error(bad: str) -> None:
+    inner = wire.encode_body(wire.BodyPiece(0, 0, 1, b"x")) if bad == "a piece" else b"\x91\xff"
+    body = wire.encode_body(wire.Ack(0, 0)) if bad == "too long" else inner
+    with pytest.raises(RemoteProtocolError):
+        store_link.PieceAssembly().add(wire.BodyPiece(0, 0, len(body) - (bad == "too long"), body))
+
+
+def test_a_run_with_a_member_of_an_earlier_release_refuses_what_that_one_does_not_know() -> None:
+    stores = store.Stores(features=lambda: ())
+    outcome: Future[wire.Done] = Future()
+    for question in (
+        wire.Read(("a",)), wire.Scan("a"), wire.Names(None, "a"), wire.Put((("a", bytes(wire.PLAIN_VALUE_LIMIT + 1)),)),
+        wire.Put((("a", b""),), milliseconds=1), wire.Swap("a", b"", b"", ends_with_member=True),
+        wire.Append("a", bytes(wire.PLAIN_VALUE_LIMIT + 1)), wire.HasKeys(("k" * 1000,) * 300),
+        wire.Put(tuple((f"{number}", bytes(wire.PLAIN_VALUE_LIMIT)) for number in range(5))),
+    ):  # fmt: skip
+        stores.ask(0, question, outcome := Future())
+        with pytest.raises(ConfigError, match="update covey on all machines"):
+            outcome.result(0)
+    stores.ask(0, wire.Put((("a", bytes(wire.PLAIN_VALUE_LIMIT)),)), outcome := Future())
+    assert outcome.result(0) == wire.Done()
