@@ -36,6 +36,7 @@ NOT_RUN = {
     "docs/guides/recipes.md": "tests/torch/test_recipes.py runs them on two ranks",
     "docs/guides/engines.md": "tests/e2e/engines makes the same calls, with real engines",
     "init_device_mesh": "needs GPUs and NCCL",
+    "import covey.jax": "tests/e2e/test_jax.py runs it on two ranks, where JAX is installed",
     "covey.data(": "tests/e2e/test_several_machines.py and tests/e2e/test_data.py run the same calls on two machines",
     "covey.run_on(": "tests/e2e/test_several_machines.py runs it on two machines",
 }
@@ -116,6 +117,22 @@ def test_the_calls_of_the_guide_to_collectives_run_on_two_ranks() -> None:
         return float(names["x"][0])
 
     assert run_threads(2, rank_main) == [1.0, 1.0]
+
+
+def test_the_adapter_of_the_guide_to_arrays_takes_part_in_an_operation() -> None:
+    (code,) = blocks("docs/guides/arrays.md")
+
+    class Ledger:
+        def __init__(self, entries: list[float]) -> None:
+            self.entries = entries
+
+    def rank_main(group: covey.Group) -> list[float]:
+        names = run("docs/guides/arrays.md", code, {"Ledger": Ledger, "group": group, "np": np, "covey": covey})
+        rows: list[Any] = group.all_gather(names["ledger"])
+        entries: list[float] = names["ledger"].entries + rows[1].entries
+        return entries
+
+    assert run_threads(2, rank_main) == [[2.0, 4.0, 2.0, 4.0]] * 2
 
 
 def test_the_asyncio_program_of_the_guide_to_collectives_runs() -> None:
@@ -403,6 +420,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         "docs/guides/compression.md": 4,
         **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/running.md"), 2),
         "docs/guides/collectives.md": 6,
+        "docs/guides/arrays.md": 1,
         **dict.fromkeys(("README.md", "docs/guides/calls.md"), 3),
         "docs/guides/observing.md": 4,
         "docs/guides/notebooks.md": 1,

@@ -28,6 +28,7 @@ PUBLIC = {
     *("RemoteProtocolError", "SplitRunError", "load_state", "CheckpointError", "Shard"),
     *("Codec", "FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "TopK", "RandomK", "Threshold", "PowerSGD"),
     *("ErrorFeedback", "register_codec"),
+    *("ArrayAdapter", "StagedArray", "register_adapter"),
     *("Election", "Mesh", "Member", "MemberHealth", "PeerLink", "LanePath", "Checkpoint"),
     *("PlanAlternative", "PlanReport", "Topology", "TopologyHost", "TopologyLink", "TopologyNode"),
     *("WorkerNode", "WorkerNodeConfig"),
@@ -164,7 +165,7 @@ def test_the_test_kit_is_public() -> None:
     assert covey.testing.run_threads.__doc__
 
 
-ON_OTHERS = ("covey.ray", "covey.dask", "covey.integrations")
+ON_OTHERS = ("covey.ray", "covey.dask", "covey.integrations", "covey.jax")
 """Modules that load libraries which take seconds to import, and warn by themselves."""
 
 

@@ -17,6 +17,7 @@ from covey.base.version import __version__ as __version__
 if TYPE_CHECKING:
     from covey.agent.data_store import data
     from covey.agent.run_on import run_on
+    from covey.arrays.adapter import ArrayAdapter, StagedArray, register_adapter
     from covey.base.arithmetic import Op, accumulate, clip_norm
     from covey.base.errors import (
         AuthError,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a constant
     "ANY",
+    "ArrayAdapter",
     "AuthError",
     "BF16",
     "BusyError",
@@ -127,6 +129,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "RemoteProtocolError",
     "Shard",
     "SplitRunError",
+    "StagedArray",
     "Strategy",
     "Threshold",
     "TopK",
@@ -146,6 +149,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "launch",
     "load_state",
     "on_shutdown",
+    "register_adapter",
     "register_codec",
     "run_on",
     "serve_http",
@@ -156,6 +160,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
 
 _HOME_MODULES = {
     "ANY": "covey.base.numbers",
+    "ArrayAdapter": "covey.arrays.adapter",
     "BF16": "covey.compress.casts",
     "CallStream": "covey.runtime.calls.work",
     "CallWork": "covey.runtime.calls.work",
@@ -188,6 +193,7 @@ _HOME_MODULES = {
     "PlanReport": "covey.runtime.group.explanation",
     "PowerSGD": "covey.compress.low_rank",
     "RandomK": "covey.compress.sparse",
+    "StagedArray": "covey.arrays.adapter",
     "Strategy": "covey.runtime.group.strategy",
     "Threshold": "covey.compress.sparse",
     "TopK": "covey.compress.sparse",
@@ -207,6 +213,7 @@ _HOME_MODULES = {
     "launch": "covey.runtime.keeper.launch",
     "load_state": "covey.runtime.group.restore",
     "on_shutdown": "covey.runtime.shutdown",
+    "register_adapter": "covey.arrays.adapter",
     "register_codec": "covey.compress.parsing",
     "run_on": "covey.agent.run_on",
     "serve_http": "covey.runtime.metrics.pages",

@@ -20,6 +20,7 @@ from tests.torch import conformance
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from covey.arrays import torch_devices
 from covey.torch.backend import devices
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class QueuedDevice(LaggingDevice):
 
 def keep_queued_work_in_order(rank: int, size: int, store: str) -> list[Any]:
     """Return what the device reads after operations on tensors that it was still about to write before them."""
-    device = devices._adapters["cpu"] = QueuedDevice(rank)
+    device = torch_devices._adapters["cpu"] = QueuedDevice(rank)
     dist.init_process_group("cpu:covey", init_method=f"file://{store}", rank=rank, world_size=size)
     seen: list[Any] = []
     for _ in range(3):
@@ -143,7 +144,7 @@ def keep_queued_work_in_order(rank: int, size: int, store: str) -> list[Any]:
 
 def compare_lagging(rank: int, size: int, store: str, piece_bytes: int) -> dict[str, Any]:
     """Compare covey, through a device that lags, with gloo, which knows nothing of it; in pieces of `piece_bytes`."""
-    device = devices._adapters["cpu"] = LaggingDevice(rank)
+    device = torch_devices._adapters["cpu"] = LaggingDevice(rank)
     devices.DEVICE_PIECE_BYTES = piece_bytes  # type: ignore[misc]
     dist.init_process_group("cpu:covey", init_method=f"file://{store}", rank=rank, world_size=size)
     gloo = dist.new_group(backend="gloo")
@@ -164,7 +165,7 @@ def compare_lagging(rank: int, size: int, store: str, piece_bytes: int) -> dict[
 
 def lose_one(rank: int, size: int, store: str) -> list[Any]:
     """Rank 2 is killed while its input comes from the device; the others finish without it, in one piece."""
-    device = devices._adapters["cpu"] = LaggingDevice(rank)
+    device = torch_devices._adapters["cpu"] = LaggingDevice(rank)
     devices.DEVICE_PIECE_BYTES = 16  # type: ignore[misc]
     os.environ["COVEY_ON_LOSS"] = "continue"
     dist.init_process_group("cpu:covey", init_method=f"file://{store}", rank=rank, world_size=size)

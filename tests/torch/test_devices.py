@@ -9,6 +9,7 @@ import torch
 from tests.support.torch_ranks import Lost, run_torch_ranks
 from tests.torch import conformance, staging
 
+from covey.arrays import torch_devices
 from covey.runtime.buffers import writable
 from covey.torch.backend import devices
 
@@ -41,8 +42,10 @@ def test_tensors_are_cut_into_pieces_that_together_fill_them(monkeypatch: pytest
     assert devices.piece_length([torch.zeros(5), torch.zeros(5)]) == 4
     assert devices.piece_length([torch.zeros(4)]) == 0
     assert devices.piece_length([torch.zeros(10), torch.zeros(9)]) == 0
-    for adapter, tensor in product((None, devices.BlockingAdapter()), (torch.arange(10.0), torch.arange(20.0)[::2])):
-        monkeypatch.setitem(devices._adapters, "cpu", adapter)
+    for adapter, tensor in product(
+        (None, torch_devices.BlockingAdapter()), (torch.arange(10.0), torch.arange(20.0)[::2])
+    ):
+        monkeypatch.setitem(torch_devices._adapters, "cpu", adapter)
         pieces = [writable(piece) for piece in devices.operands_of(tensor, 4)]
         want = tensor * 2
         assert [piece.flat.size for piece in pieces] == [4, 4, 2]

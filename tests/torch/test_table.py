@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.support.torch_ranks import run_torch_ranks
 
-from covey.torch.backend.devices import DEVICE_KINDS
+from covey.arrays.torch_devices import DEVICE_KINDS
 from covey.torch.backend.table import guide, table
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "pytorch.md"

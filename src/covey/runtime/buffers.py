@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from covey.base.arithmetic import BFLOAT16, DTYPES, dtype_code
+from covey.arrays.adapter import adapter_of
+from covey.base.arithmetic import dtype_code
 
 if TYPE_CHECKING:
     import array
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from covey.arrays.adapter import ArrayAdapter, StagedArray
 
     class Tensor(Protocol):
         """A torch tensor, or whatever else has DLPack."""
@@ -67,19 +70,113 @@ class Operand(NamedTuple):
             self.strided[...] = self.flat.reshape(self.shape)
 
     def deliver(self, result: Any) -> Any:
-        """Store, and return the result of the operation."""
+        """Store, and return the result of the operation: `result`, unless what holds it is a new array."""
         self.store()
         return result
 
+    @property
+    def alike(self) -> Callable[[Any], Any] | None:
+        """What puts arrays that the operation makes where the argument lives; None if that is host memory."""
+        return None
 
-def writable(x: Any) -> Operand:
-    """Return `x` as an operand that an operation changes in place; an operand is returned as it is.
+
+class ForeignOperand(Operand):
+    """An argument of a type that has an adapter: what operations make of it has the same type."""
+
+    _adapter: ArrayAdapter
+    _source: Any
+
+    @classmethod
+    def over(cls, x: Any, memory: Array, adapter: ArrayAdapter) -> ForeignOperand:
+        """Return an operand over memory of `x` that covey may use in place."""
+        made = cls(*_operand(memory))
+        made._adapter, made._source = adapter, x
+        return made
+
+    @property
+    def alike(self) -> Callable[[Any], Any]:
+        return self.make_alike
+
+    def make_alike(self, made: Any) -> Any:
+        """Return arrays that an operation made where the argument lives; None stays None, for a lost rank."""
+        if isinstance(made, list):
+            return [self.make_alike(each) for each in made]
+        return None if made is None else self._adapter.new(made, self._source)
+
+
+class StagedOperand(ForeignOperand):
+    """An argument whose memory covey cannot use: `flat` is host memory that holds a copy of it."""
+
+    _staged: StagedArray
+    _is_read: bool
+    _arrival: Callable[[], None] | None
+    _issuer: int | None
+    """The thread that issued the operation; None if what issued it orders later work itself."""
+    _result: Any
+
+    @classmethod
+    def of(cls, x: Any, adapter: ArrayAdapter, *, is_read: bool = True, is_ordered: bool = True) -> StagedOperand:
+        """Return an operand for `x`; if it `is_read`, begin to copy it to host memory.
+
+        With `is_ordered`, work on the device that follows a blocking operation comes after the result, and an
+        asynchronous one is done when the result is there.
+        """
+        staged = adapter.stage(x)
+        host = staged.host
+        made = cls(host.reshape(-1), host.shape, dtype_code(host.dtype))
+        made._adapter, made._source, made._staged, made._is_read = adapter, x, staged, is_read
+        made._arrival = staged.stage_in() if is_read else None
+        made._issuer = threading.get_ident() if is_ordered else None
+        made._result = None
+        return made
+
+    @property
+    def is_own(self) -> bool:
+        return False
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether `deliver` lets later work on the device come after the result."""
+        return self._issuer is not None
+
+    def load(self) -> Array:
+        """Wait for the copy of the argument, and return `flat`; a later call copies the argument again."""
+        if self._is_read:
+            arrival, self._arrival = self._arrival, None
+            if arrival is None:
+                arrival = self._staged.stage_in()
+            arrival()
+        return self.flat
+
+    def store(self) -> None:
+        """Begin to copy `flat` back."""
+        self._result = self._staged.stage_out()
+
+    def deliver(self, result: Any) -> Any:
+        """Store, and return the array with the result."""
+        self.store()
+        if self._issuer == threading.get_ident():
+            self._staged.order()
+        elif self._issuer is not None:
+            self._staged.synchronise()
+        return self._result
+
+
+def writable(x: Any, *, is_read: bool = True) -> Operand:
+    """Return `x` as an operand that an operation changes; an operand is returned as it is.
+
+    Without `is_read` the operation overwrites all of it: what is on a device need not be copied to the host.
 
     Raises:
         TypeError: `x` is no array, is read-only, or has a dtype that covey does not move.
     """
     if isinstance(x, Operand):
         return x
+    if type(x) is not np.ndarray and (adapter := adapter_of(x)) is not None:
+        memory = adapter.view(x)
+        if memory is None or not memory.flags.writeable:
+            return StagedOperand.of(x, adapter, is_read=is_read)
+        return ForeignOperand.over(x, memory, adapter)
     array = as_array(x)
     if not array.flags.writeable:
         raise TypeError("the array is read-only; pass a copy: x = x.copy()")
@@ -90,6 +187,9 @@ def readable(x: Any) -> Operand:
     """Return `x` as an operand that an operation only reads; numbers and lists become arrays."""
     if isinstance(x, Operand):
         return x
+    if type(x) is not np.ndarray and (adapter := adapter_of(x)) is not None:
+        memory = adapter.view(x)
+        return StagedOperand.of(x, adapter) if memory is None else ForeignOperand.over(x, memory, adapter)
     is_plain = isinstance(x, list | tuple | int | float | complex | np.generic)
     return _operand(np.asarray(x) if is_plain else as_array(x))
 
@@ -109,67 +209,25 @@ def _operand(array: Array) -> Operand:
 
 
 def as_array(x: Any) -> Array:
-    """Return a numpy array over the memory of `x`: an array, a torch CPU tensor, or a buffer."""
+    """Return a numpy array over the memory of `x`: an array or tensor in host memory, or a buffer."""
     if isinstance(x, np.ndarray):
         if type(x) is np.ndarray:
             return x
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError("covey cannot move masked arrays; pass x.filled(...) or x.data and x.mask")
         return x.view(np.ndarray)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return tensor_memory(x)
     if isinstance(x, np.generic | list | tuple | int | float | complex | str):
         raise TypeError(f"cannot work on a {type(x).__name__} in place; pass a numpy array, a torch tensor or a buffer")
+    if (adapter := adapter_of(x)) is not None:
+        memory = adapter.view(x)
+        if memory is None:
+            raise TypeError(f"the {type(x).__name__} is not in host memory; copy it there first")
+        return memory
     try:
         view = memoryview(x)
     except TypeError:
-        if hasattr(x, "__dlpack__"):
-            return np.from_dlpack(x)
         raise TypeError(
-            f"{type(x).__name__} is no array: pass a numpy array, a torch CPU tensor, or what has a buffer or DLPack"
+            f"{type(x).__name__} is no array: pass a numpy array, a torch tensor, a buffer, or what has DLPack; "
+            "covey.register_adapter adds a type"
         ) from None
     return np.asarray(view)
-
-
-class _TensorMemory:
-    """A tensor's memory for numpy. After `Tensor.numpy()`, torch could never resize the storage again."""
-
-    __slots__ = ("__array_interface__", "owner")
-    __array_interface__: dict[str, Any]
-    owner: Any
-
-
-_formats: dict[Any, tuple[np.dtype[Any], str]] = {}
-"""By torch dtype, filled on first use: the numpy dtype, and its text in an array interface."""
-
-
-def tensor_memory(tensor: Any) -> Array:
-    """Return an array over the memory of a CPU tensor, which it keeps alive; for bfloat16 and requires_grad, too."""
-    if not tensor.is_cpu or tensor.layout is not sys.modules["torch"].strided:
-        raise TypeError(f"the tensor is {tensor.layout} on {tensor.device}; make it a plain one: x.to_dense().cpu()")
-    dtype, text = _formats.get(tensor.dtype) or _format(tensor.dtype)
-    if not tensor.numel():
-        return np.empty(tuple(tensor.shape), dtype)
-    if tensor.is_conj() or tensor.is_neg():
-        raise TypeError("the tensor is a lazy conjugate or negative view; call x.resolve_conj().resolve_neg() first")
-    memory = _TensorMemory()
-    memory.owner = tensor
-    memory.__array_interface__ = interface = {
-        "version": 3,
-        "shape": tensor.shape,
-        "typestr": text,
-        "data": (tensor.data_ptr(), False),
-    }
-    if not tensor.is_contiguous():
-        interface["strides"] = tuple(step * dtype.itemsize for step in tensor.stride())
-    array = np.asarray(memory)
-    return array.view(BFLOAT16) if dtype is BFLOAT16 else array
-
-
-def _format(torch_dtype: Any) -> tuple[np.dtype[Any], str]:
-    name = str(torch_dtype).removeprefix("torch.")
-    dtype = next((dtype for dtype in DTYPES if dtype.name == name), None)
-    if dtype is None:
-        raise TypeError(f"covey cannot move tensors of {torch_dtype}")
-    return _formats.setdefault(torch_dtype, (dtype, "<i2" if dtype is BFLOAT16 else dtype.str))

@@ -69,6 +69,7 @@ class Work(Generic[T]):
         """Callbacks of covey itself, which return at once and raise nothing."""
         self._result: T
         self._error: BaseException | None = None
+        self._completion: Callable[[Any], T] | None = None
 
     def done(self) -> bool:
         """Tell whether the operation has ended, with or without an error."""
@@ -103,8 +104,25 @@ class Work(Generic[T]):
                 del self  # the traceback has this frame: the error, which the work has, would refer to the work
         return self._result
 
+    def complete_with(self, completion: Callable[[Any], T]) -> None:
+        """Let the first thread that asks for the result make it: what the thread that ends works has no time for.
+
+        Called before any other thread has this work.
+        """
+        self._completion = completion
+
     def _complete(self) -> None:
         """Do what is left to do for the result, on the thread that asks for it, once the operation has ended."""
+        if self._completion is None:
+            return
+        with self._lock:
+            completion, self._completion = self._completion, None
+            if completion is None or self._error is not None:
+                return
+            try:
+                self._result = completion(self._result)
+            except Exception as failure:
+                self._error = failure
 
     def take(self) -> T:
         """Wait for the end of the operation, and return the result or raise the error, for the last time."""

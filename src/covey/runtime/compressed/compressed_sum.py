@@ -64,9 +64,9 @@ class PlainSum:
         """Replace `work` by the sum or mean over all ranks."""
         attempt.all_reduce(self.work, self._op)
 
-    def deliver(self) -> None:
-        """Write the result to the array."""
-        self.operand.store()
+    def deliver(self, result: Any) -> Any:
+        """Write the sum to the array; return `result`, or a new array if the old one cannot be changed."""
+        return self.operand.deliver(result)
 
 
 class CompressedSum:
@@ -151,14 +151,14 @@ class CompressedSum:
         else:
             self._reduce_with(attempt, self.codec)
 
-    def deliver(self) -> None:
-        """Write the result to the array, and commit the residuals: the operation has succeeded."""
+    def deliver(self, result: Any) -> Any:
+        """Do as `PlainSum.deliver`, and commit the residuals: the operation has succeeded."""
         if self._note_success is not None:
             self._note_success()
         if not self._is_stored:
             with np.errstate(over="ignore"):
                 self.operand.flat[...] = self.work
-        self.operand.store()
+        delivered = self.operand.deliver(result)
         if self._why_plain:
             self.info["reason"] = self._why_plain
         for number, (step, part) in enumerate(zip(self._steps, self._parts, strict=False)):
@@ -167,6 +167,7 @@ class CompressedSum:
                 self._selected[number] if self._selected else None,
                 self._bases[number] if self._bases else None,
             )
+        return delivered
 
     def _is_warming_up(self, attempt: Attempt) -> bool:
         """Tell whether this step is sent uncompressed; ranks that joined later follow the others."""

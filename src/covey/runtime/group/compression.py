@@ -19,7 +19,7 @@ from covey.compress.codec import Codec, check_sizes
 from covey.compress.low_rank import PowerSGD
 from covey.compress.policy import SMALLEST_BYTES, make_policy
 from covey.compress.sparse import Sparsifier
-from covey.runtime.buffers import Part, readable, writable
+from covey.runtime.buffers import Part, writable
 from covey.runtime.compressed import dense, sparse
 from covey.runtime.compressed.automatic import Size
 from covey.runtime.compressed.compressed_sum import CompressedSum, PlainSum, keep, plain_info
@@ -146,8 +146,9 @@ def reduce_gradients(
     def deliver(has_weight: bool) -> Any:
         if not has_weight:
             raise no_weight()
+        delivered = result
         for total in totals:
-            total.deliver()
+            delivered = total.deliver(result)
             if total.is_compressed:
                 issuer.engine.operation.info = total.info
                 issuer.savings.add(total.info)
@@ -155,7 +156,7 @@ def reduce_gradients(
             exact.store()
         if then is not None:
             then()
-        return result
+        return delivered if len(totals) == 1 else result
 
     return issuer.engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
 
@@ -224,8 +225,10 @@ def reduce_scatter(
     def deliver(part: Array) -> Any:
         with np.errstate(over="ignore"):
             result.flat[...] = part
-        result.store()
-        return result.flat.reshape(shape) if out is None else out
+        if out is None:
+            made = result.flat.reshape(shape)
+            return made if operand.alike is None else operand.alike(made)
+        return result.deliver(out)
 
     return issuer.engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
 
@@ -259,11 +262,16 @@ def broadcast(
 
 
 def all_gather(
-    issuer: Issuer, x: Any, out: Any, codec: Compression, algorithm: str | None, timeout: float | None, async_op: bool
+    issuer: Issuer,
+    operand: Operand,
+    out: Any,
+    codec: Compression,
+    algorithm: str | None,
+    timeout: float | None,
+    async_op: bool,
 ) -> Any:
     """Do what `Group.all_gather` does, with a codec and equal shapes; every row is what all ranks decode."""
     codec = require_codec("all_gather", codec)
-    operand = readable(x)
     check_sizes(codec, operand.flat.size)
     rows = None if out is None else issuer.output(out, operand.code, (issuer.size, *operand.shape))
     call = issuer.call(
@@ -281,12 +289,12 @@ def all_gather(
         with np.errstate(over="ignore"):
             if rows is None:
                 dtype, shape = operand.flat.dtype, operand.shape
-                return [None if block is None else block.astype(dtype).reshape(shape) for block in blocks]
+                made = [None if block is None else block.astype(dtype).reshape(shape) for block in blocks]
+                return made if operand.alike is None else operand.alike(made)
             for row, block in zip(rows.flat.reshape(issuer.size, count), blocks, strict=True):
                 if block is not None:
                     row[...] = block
-        rows.store()
-        return out
+        return rows.deliver(out)
 
     return issuer.engine.run(call, body, timeout=timeout, async_op=async_op, then=deliver)
 
@@ -336,7 +344,7 @@ def codec_for_all_reduce(compress: CompressValue, x: Any, name: str) -> Compress
         if codec is None:
             return None
         raise TypeError(f"{codec} compresses arrays; a number is sent as it is: leave compress out")
-    operand = writable(x)
+    operand = writable(x, is_read=False)
     return _worthwhile(codec_of(compress, operand, name), operand)
 
 

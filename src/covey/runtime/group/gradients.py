@@ -103,8 +103,10 @@ class Gradients:
         compress: CompressValue = None,
         feedback: ErrorFeedback | bool = True,
         timeout: float | None = None,
-    ) -> None:
+    ) -> dict[str, Any]:
         """Combine named arrays of all ranks in place, packed into buckets of up to `bucket_bytes` (a setting).
+
+        Return them by name: those of `grads`, and new ones for arrays that cannot be changed, such as those of JAX.
 
         `compress` sends fewer bytes: a codec like "int8", or a mapping of patterns of names to codecs; default: what
         the group was joined with. What a step loses is added to the next one of the same name, by `group.feedback`,
@@ -120,7 +122,7 @@ class Gradients:
             policy = make_policy(compress)
         own = self.feedback if feedback is True else feedback or None
         limit = self._issuer.engine.facts.config.bucket_bytes if bucket_bytes is None else bucket_bytes
-        self._sync(grads, op, limit, policy, None if policy is None else own, timeout)
+        return self._sync(grads, op, limit, policy, None if policy is None else own, timeout)
 
     def _sync(
         self,
@@ -130,7 +132,7 @@ class Gradients:
         policy: Policy | None,
         feedback: ErrorFeedback | None,
         timeout: float | None,
-    ) -> None:
+    ) -> dict[str, Any]:
         if bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes={bucket_bytes} must be above 0")
         named: Named = [(name, writable(grads[name])) for name in sorted(grads)]
@@ -148,18 +150,22 @@ class Gradients:
                 feedback=None if feedback is None else True,
             )
             _agree(self._issuer, named, call, timeout)
+        results = dict(grads)
         for codec, bucket in _buckets(named, bucket_bytes, op, policy):
             if len(bucket) == 1:
                 name, operand = bucket[0]
-                self._reduce(operand, [Part(name, 0, operand.flat.size, operand.shape)], op, codec, feedback, timeout)
+                parts = [Part(name, 0, operand.flat.size, operand.shape)]
+                reduced = self._reduce(operand, parts, op, codec, feedback, timeout)
+                results[name] = grads[name] if reduced is operand else reduced
                 continue
             packed = np.concatenate([operand.load() for _, operand in bucket])
             ends = [0, *itertools.accumulate(operand.flat.size for _, operand in bucket)]
             parts = [Part(name, ends[at], ends[at + 1], operand.shape) for at, (name, operand) in enumerate(bucket)]
             self._reduce(readable(packed), parts, op, codec, feedback, timeout)
-            for part, (_, operand) in zip(parts, bucket, strict=True):
+            for part, (name, operand) in zip(parts, bucket, strict=True):
                 operand.flat[...] = packed[part.start : part.stop]
-                operand.store()
+                results[name] = operand.deliver(grads[name])
+        return results
 
     def _reduce(
         self,
@@ -169,15 +175,15 @@ class Gradients:
         codec: Compression | None,
         feedback: ErrorFeedback | None,
         timeout: float | None,
-    ) -> None:
+    ) -> Any:
+        """Return the operand, or the array with the result if the argument is not changed in place."""
         if codec is None:
             x: Any = operand
-            self._reductions.all_reduce(x, op, timeout=timeout)
-        else:
-            from covey.runtime.group import compression
+            return self._reductions.all_reduce(x, op, timeout=timeout)
+        from covey.runtime.group import compression
 
-            piece = compression.Piece(operand, parts, codec)
-            compression.reduce_gradients(self._issuer, [piece], op, feedback=feedback, timeout=timeout)
+        piece = compression.Piece(operand, parts, codec)
+        return compression.reduce_gradients(self._issuer, [piece], op, operand, feedback=feedback, timeout=timeout)
 
     def sum_row(
         self,

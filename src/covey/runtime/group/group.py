@@ -120,8 +120,9 @@ class Group:
     changing are undefined; with `on_loss="continue"` they are what they were before.
 
     Every operation takes `timeout=` in seconds (default: the group's, 30 minutes) and `async_op=True`, which returns a
-    `Work` at once. Arrays are numpy arrays, torch CPU tensors, or writable buffers. Contiguous ones are used in place,
-    without a copy.
+    `Work` at once. Arrays are numpy arrays, torch tensors, writable buffers, arrays of JAX, CuPy and MLX, and what
+    `covey.register_adapter` adds. Contiguous host memory is used in place, without a copy. For arrays that cannot be
+    changed the new one is returned; arrays that an operation makes live where its argument lives.
 
     Every operation may raise:
         MismatchError: ranks called different operations. The group is closed.

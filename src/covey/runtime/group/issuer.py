@@ -226,7 +226,7 @@ class Issuer:
 
     def output(self, out: Any, code: int, shape: tuple[int, ...]) -> Operand:
         """Return `out` as an operand; raise TypeError if it has another dtype or shape."""
-        operand = writable(out)
+        operand = writable(out, is_read=self.engine.facts.survives)  # what a lost rank should have filled stays
         if operand.shape != shape or operand.code != code:
             raise TypeError(
                 f"out must be {DTYPES[code].name}{list(shape)}, not {DTYPES[operand.code].name}{list(operand.shape)}"

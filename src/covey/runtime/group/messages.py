@@ -12,7 +12,7 @@ from covey.base.config import check_timeout
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.base.numbers import ANY
 from covey.net.host.descriptors import explained
-from covey.runtime.buffers import BYTES, Operand, readable, writable
+from covey.runtime.buffers import BYTES, Operand, StagedOperand, readable, writable
 from covey.runtime.group.issuer import whole_number
 from covey.wire import message_header
 
@@ -125,7 +125,7 @@ class Messages:
             received, deadline = self.receive_short(out, src, tag, timeout)
             if received is not False:
                 return received
-        target = writable(out) if out is not None else None
+        target = writable(out, is_read=False) if out is not None else None
         return self.receive(src, tag, target, _finisher(out, target), timeout, async_op, deadline)
 
     @overload
@@ -171,7 +171,7 @@ class Messages:
         received goes to the next `recv`.
         """
         data, code, shape, is_object = _payload(x)
-        target = writable(out) if out is not None else None
+        target = writable(out, is_read=False) if out is not None else None
         if target is not None and np.may_share_memory(data, target.flat):
             raise ConfigError("x and out share memory, and out may be filled before x was sent; pass a copy")
         dst, src, tag = whole_number("dst", dst), whole_number("src", src), whole_number("tag", tag)
@@ -180,6 +180,7 @@ class Messages:
         into = None if target is None else memoryview(target.flat.view(np.uint8))
         expect = None if target is None else (target.code, target.shape)
         receive = messenger.start_receive(src, wanted, into, expect, deadline, _finisher(out, target))
+        _complete_on_wait(receive, target)
         try:
             send = messenger.start_send(memoryview(data), dst, tag, code, shape, is_object, deadline)
         except BaseException as error:
@@ -399,6 +400,7 @@ class Messages:
         out = None if target is None else memoryview(target.flat.view(np.uint8))
         expect = None if target is None else (target.code, target.shape)
         work = messenger.start_receive(src, tag, out, expect, deadline, finish)
+        _complete_on_wait(work, target)
         return self._finish_message(work, deadline, async_op, src)
 
     def _finish_message(self, work: Work[Any], deadline: float, async_op: bool, peer: int | None = None) -> Any:
@@ -434,6 +436,12 @@ def _is_array(x: Any) -> bool:
     return not isinstance(x, list | tuple | int | float | complex | np.generic)
 
 
+def _complete_on_wait(work: Work[Any], target: Operand | None) -> None:
+    """Let the thread that asks for the result put it on its device: the thread that receives has no time for that."""
+    if isinstance(target, StagedOperand) and target.is_ordered:
+        work.complete_with(target.deliver)
+
+
 def _finisher(out: Any, target: Operand | None) -> Callable[[Any], Any]:
     """Return the function that makes the result of a receive from the message."""
 
@@ -446,7 +454,8 @@ def _finisher(out: Any, target: Operand | None) -> Callable[[Any], Any]:
             except RemoteProtocolError as error:
                 raise RemoteProtocolError(f"rank {message.source} sent arrays that cannot be used: {error}") from error
         if target is not None:
-            target.store()
+            if not isinstance(target, StagedOperand):
+                target.store()
             return out
         return message.data.view(DTYPES[message.dtype_code]).reshape(message.shape)
 

@@ -91,7 +91,7 @@ class Moves:
         if compress is not None:
             from covey.runtime.group import compression
 
-            if (codec := compression.codec_of(compress, writable(x))) is not None:
+            if (codec := compression.codec_of(compress, writable(x, is_read=False))) is not None:
                 root = self._issuer.check_rank(root, "root")
                 return compression.broadcast(self._issuer, x, root, codec, algorithm, timeout, async_op)
         shortcut = self._shortcuts.any if algorithm is None and not async_op else None
@@ -104,7 +104,7 @@ class Moves:
             if outcome is not False:
                 return self._issuer.resume(x, outcome, timeout)
         root = self._issuer.check_rank(root, "root")
-        operand = readable(x) if self.rank == root else writable(x)
+        operand = readable(x) if self.rank == root else writable(x, is_read=False)
         size, itemsize = operand.flat.size, operand.flat.itemsize
         choose.broadcast(self.rank, self.size, root, size, itemsize, algorithm, self._facts.sizes)
         call = self._issuer.call("broadcast", operand.code, operand.shape, root=root, algorithm=algorithm)
@@ -199,8 +199,9 @@ class Moves:
         if compress is not None:
             from covey.runtime.group import compression
 
-            if (codec := compression.codec_of(compress, readable(x))) is not None:
-                return compression.all_gather(self._issuer, x, out, codec, algorithm, timeout, async_op)
+            whole = readable(x)
+            if (codec := compression.codec_of(compress, whole)) is not None:
+                return compression.all_gather(self._issuer, whole, out, codec, algorithm, timeout, async_op)
         if out is not None:
             return self._all_gather_rows(x, out, timeout, algorithm, async_op)
         operand = readable(x)
@@ -212,6 +213,7 @@ class Moves:
             lambda attempt: attempt.by_rank(movements.gather_all(attempt, operand, algorithm)),
             timeout=timeout,
             async_op=async_op,
+            then=operand.alike,
         )
 
     def _all_gather_rows(self, x: Any, out: Any, timeout: float | None, algorithm: str | None, async_op: bool) -> Any:
@@ -269,6 +271,7 @@ class Moves:
             lambda attempt: movements.gathered_by_rank(attempt, operand, root),
             timeout=timeout,
             async_op=async_op,
+            then=operand.alike,
             root=root,
         )
 
@@ -304,6 +307,7 @@ class Moves:
             lambda attempt: movements.scattered_from_rank(attempt, operands, root),
             timeout=timeout,
             async_op=async_op,
+            then=None if operands is None else operands[root].alike,
             root=root,
         )
 
@@ -349,6 +353,7 @@ class Moves:
             lambda attempt: attempt.by_rank(movements.exchange_all(attempt, attempt.chosen(operands))),
             timeout=timeout,
             async_op=async_op,
+            then=operands[self.rank].alike,
         )
 
     def _all_to_all_rows(self, x: Any, out: Any, timeout: float | None, async_op: bool) -> Any:

@@ -464,7 +464,8 @@ class Reductions:
             attempt.execute(plan, (source, result.flat), rule)
             return out
 
-        returned = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=result.deliver)
+        then = operand.alike if is_new else result.deliver
+        returned = self._engine.run(call, body, timeout=timeout, async_op=async_op, then=then)
         if shortcut is not None and type(x) is type(out) is np.ndarray and operand.is_own and result.is_own:
             what, attempt = shortcut.name(("reduce_scatter", op)), self._engine.attempt
             plan = choose.reduce_scatter(attempt.slot, tuple(starts), tuple(lengths), itemsize, attempt.sizes)
@@ -521,7 +522,7 @@ class Reductions:
             attempt.execute(plan, buffers, rule)
             return result.reshape(operand.shape)
 
-        return self._engine.run(call, body, timeout=timeout, async_op=async_op)
+        return self._engine.run(call, body, timeout=timeout, async_op=async_op, then=operand.alike)
 
     def _counts(self, counts: Sequence[int] | None, rows: int) -> list[int]:
         if counts is None:
@@ -555,7 +556,7 @@ def _reduced(operand: Operand | None, is_number: bool, x: Any) -> Any:
     if x is None:
         raise no_weight()
     if operand is not None:
-        operand.store()
+        return operand.deliver(x)
     return x[0].item() if is_number else x
 
 

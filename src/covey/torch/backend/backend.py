@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from covey.arrays.torch_devices import tensor_over, writing_to
 from covey.base.errors import ConfigError
 from covey.base.numbers import ANY
 from covey.runtime.buffers import writable
@@ -21,8 +22,6 @@ from covey.torch.backend.devices import (
     operand_of,
     operands_of,
     piece_length,
-    tensor_over,
-    writing_to,
 )
 from covey.torch.backend.errors import torchs_errors
 from covey.torch.backend.issuing import TorchIssuer

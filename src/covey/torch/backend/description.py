@@ -7,8 +7,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from covey.arrays.torch_devices import DEVICE_KINDS
 from covey.torch.backend.async_saves import serve_async_saves
-from covey.torch.backend.devices import DEVICE_KINDS
 from covey.torch.entry import NAME
 
 

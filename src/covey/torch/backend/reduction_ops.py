@@ -8,10 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from covey.arrays.torch_devices import tensor_memory, tensor_over, writing_to
 from covey.base.arithmetic import dtype_code
 from covey.base.errors import ConfigError
-from covey.runtime.buffers import Operand, tensor_memory
-from covey.torch.backend.devices import EIGHT_BITS, tensor_over, writing_to
+from covey.runtime.buffers import Operand
+from covey.torch.backend.devices import EIGHT_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

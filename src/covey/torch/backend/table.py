@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from covey.arrays.torch_devices import BLOCKING, STREAMED
 from covey.base.errors import ConfigError, CoveyError
-from covey.torch.backend.devices import BLOCKING, STREAMED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable

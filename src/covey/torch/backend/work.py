@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from covey.arrays.torch_devices import order, settle
 from covey.base.errors import CoveyError
-from covey.torch.backend.devices import order, settle
 from covey.torch.backend.errors import as_torchs, torchs_errors
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from covey.arrays.torch_devices import any_here
 from covey.base.config import group_config
 from covey.base.errors import ConfigError
 from covey.net.discovery.host_rendezvous import host_token, rendezvous_folder
@@ -23,7 +24,6 @@ from covey.runtime.environment import LaunchedRank, find_launched_rank
 from covey.runtime.group.internals import engine_of, home_of, steps_between_checks
 from covey.runtime.joining.bootstrap import join, join_at, joined
 from covey.runtime.joining.torch_env import free_port
-from covey.torch.backend import devices
 from covey.torch.backend.exchange import TensorGroup
 from covey.torch.backend.store import CoveyStore
 from covey.torch.entry import is_launched
@@ -49,7 +49,7 @@ class World:
         with (
             contextlib.nullcontext(top) if ranks is None else self.group("devices", list(range(len(ranks)))) as members
         ):
-            told = np.array([devices.any_here(), steps_between_checks(top)], np.int64)
+            told = np.array([any_here(), steps_between_checks(top)], np.int64)
             has_devices, check_every = members.all_reduce(told, op="max").tolist()
             self.has_devices = bool(has_devices)
             """Whether tensors of some rank may be on a device. Equal on all ranks."""

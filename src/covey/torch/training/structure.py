@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from covey.arrays.torch_devices import tensor_over
 from covey.base.errors import ConfigError
 from covey.runtime.group.internals import restore_as
-from covey.torch.backend.devices import tensor_over
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
