@@ -11,7 +11,7 @@ from tests.support.compiled import EXECUTORS, use_executors
 
 from covey.base.errors import ConfigError
 from covey.plan import measurement
-from covey.plan.choose import PLANNED_BYTES
+from covey.plan.choose import PLANNED_BYTES, ROOTED_PLANS
 from covey.runtime.collectives import link_probes, planner, saved_links, size_class
 from covey.runtime.collectives.planner import TIMED_PLAIN_CALLS
 from covey.runtime.joining.node import node_of
@@ -126,6 +126,11 @@ def test_on_uneven_links_all_ranks_change_to_the_same_faster_plan(
             assert after.bound_seconds is not None
             assert after.alternatives
             assert "predicted" in str(after)
+            assert {"star", "tree", "doubling"} <= {other.algorithm for other in after.alternatives}
+            for operation in ("broadcast", "reduce"):
+                rooted = part.explain(4 * COUNT, operation=operation, root=1)
+                assert rooted.predicted_seconds is not None
+                assert {rooted.algorithm, *(other.algorithm for other in rooted.alternatives)} == set(ROOTED_PLANS)
             rates = {(link.source, link.target): link.bytes_per_second for link in after.topology.links}
             for target in range(part.size - 1):
                 assert rates[part.size - 1, target] == pytest.approx(SLOW, rel=0.2)

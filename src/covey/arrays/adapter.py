@@ -65,7 +65,7 @@ class ArrayAdapter(Protocol):
         """Return a new array with these values where `like` lives: what operations return that make arrays."""
 
 
-_BUILT_IN: Final = {
+_ADAPTER_MODULES: Final = {
     "torch": "covey.arrays.torch_devices",
     "jax": "covey.arrays.libraries",
     "jaxlib": "covey.arrays.libraries",
@@ -117,7 +117,7 @@ def _find(kind: type) -> ArrayAdapter | None:
     if issubclass(kind, np.ndarray | np.generic):
         return None
     libraries = (each.__module__.partition(".")[0] for each in kind.__mro__[:-1])
-    module = next((_BUILT_IN[library] for library in libraries if library in _BUILT_IN), None)
+    module = next((_ADAPTER_MODULES[library] for library in libraries if library in _ADAPTER_MODULES), None)
     if module is None and any(hasattr(kind, name) for name in _EXCHANGED):
         module = "covey.arrays.libraries"
     adapter: ArrayAdapter | None = None if module is None else import_module(module).adapter_for(kind)

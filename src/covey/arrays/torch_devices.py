@@ -150,7 +150,8 @@ def device_adapter_of(tensor: torch.Tensor) -> DeviceAdapter | None:
     except KeyError:
         if kind not in DEVICE_KINDS:
             raise TypeError(
-                f"covey does not support tensors on {tensor.device}, only on {', '.join(DEVICE_KINDS)}; move it there first"
+                f"covey does not support tensors on {tensor.device}, only on {', '.join(DEVICE_KINDS)}; "
+                "move it there first"
             ) from None
     adapter = StreamAdapter(kind) if kind in STREAMED else BlockingAdapter()
     return _adapters.setdefault(kind, adapter)

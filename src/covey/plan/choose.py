@@ -40,8 +40,8 @@ class PlanSizes(NamedTuple):
 
 DEFAULT_PLAN_SIZES: Final = PlanSizes()
 
-ALL_REDUCE_PLANS: Final = ("exchange", "doubling", "direct", "ring")
-ROOTED_PLANS: Final = ("tree", "ring")
+ALL_REDUCE_PLANS: Final = ("exchange", "doubling", "direct", "ring", "tree", "star")
+ROOTED_PLANS: Final = ("tree", "ring", "star", "direct")
 DIRECT_RANKS: Final = 64
 """Up to this many ranks exchange directly through shared memory, which needs a lane for each pair. With more ranks the
 lanes cost more time, memory and descriptors than the plan saves: a ring needs two lanes for each rank."""
@@ -67,6 +67,8 @@ def all_reduce(
             return direct.owner_reduce(rank, size, count, segment)
         case "ring":
             return ring.all_reduce(rank, size, count, segment)
+        case "tree" | "star":
+            return trees.all_reduce(rank, size, trees.whole(size, count, is_star=algorithm == "star"), segment)
     raise unknown("all_reduce", algorithm, ALL_REDUCE_PLANS)
 
 
@@ -88,22 +90,30 @@ def broadcast(
     rank: int, size: int, root: int, count: int, itemsize: int, algorithm: str | None, sizes: PlanSizes
 ) -> Plan:
     """Return this rank's plan."""
-    match _rooted(count * itemsize, algorithm, sizes):
+    match algorithm or rooted_algorithm(count * itemsize, sizes):
         case "tree":
             return trees.broadcast(rank, size, root, count)
         case "ring":
             return ring.broadcast(rank, size, root, count, sizes.segment(itemsize))
+        case "star":
+            return trees.star_broadcast(rank, size, root, count, sizes.segment(itemsize))
+        case "direct":
+            return direct.broadcast(rank, size, root, count, sizes.segment(itemsize))
     raise unknown("broadcast", algorithm, ROOTED_PLANS)
 
 
 @lru_cache(maxsize=256)
 def reduce(rank: int, size: int, root: int, count: int, itemsize: int, algorithm: str | None, sizes: PlanSizes) -> Plan:
     """Return this rank's plan."""
-    match _rooted(count * itemsize, algorithm, sizes):
+    match algorithm or rooted_algorithm(count * itemsize, sizes):
         case "tree":
             return trees.reduce(rank, size, root, count)
         case "ring":
             return ring.reduce(rank, size, root, count, sizes.segment(itemsize))
+        case "star":
+            return trees.star_reduce(rank, size, root, count, sizes.segment(itemsize))
+        case "direct":
+            return direct.reduce(rank, size, root, count, sizes.segment(itemsize))
     raise unknown("reduce", algorithm, ROOTED_PLANS)
 
 
@@ -163,8 +173,9 @@ def reduce_scatter(
     return placed(plan, [*((0, start) for start in starts), (1, 0)])
 
 
-def _rooted(nbytes: int, algorithm: str | None, sizes: PlanSizes) -> str:
-    return algorithm or ("tree" if nbytes <= sizes.tree_bytes else "ring")
+def rooted_algorithm(nbytes: int, sizes: PlanSizes) -> str:
+    """Return the algorithm of broadcast and reduce."""
+    return "tree" if nbytes <= sizes.tree_bytes else "ring"
 
 
 def unknown(operation: str, algorithm: str | None, known: tuple[str, ...]) -> ConfigError:

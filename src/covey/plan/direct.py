@@ -51,6 +51,50 @@ def owner_reduce(rank: int, size: int, count: int, segment: int) -> Plan:
     return Plan(tuple(sends), tuple(recvs))
 
 
+def reduce(rank: int, size: int, root: int, count: int, segment: int) -> Plan:
+    """Reduce buffer 0 of all ranks into that of `root`: rank p owns `part` p, reduces it, and sends it to the root.
+
+    The part that a rank owns is overwritten with the result.
+    """
+    to, fro = _rotation(rank, size)
+    if not to:
+        return Plan()
+    cuts, contributions = segmented_parts(count, size, segment), _contributions(fro)
+    mine, depth = cuts[rank], len(cuts[rank])
+    sends: list[Send] = []
+    recvs: list[Recv] = []
+    complete: list[int] = []  # complete[k] receives finish segment k of this rank's part
+    for k in range(depth + 1):
+        if k < depth:
+            sends += [Send(peer, 0, *cuts[peer][k]) for peer in to]
+            recvs += [Recv(peer, 0, *mine[k], action) for peer, action in contributions]
+            complete.append(len(recvs))
+        if k > 0 and rank != root:
+            sends.append(Send(root, 0, *mine[k - 1], complete[k - 1]))
+        elif k > 0:
+            recvs += [Recv(peer, 0, *cuts[peer][k - 1]) for peer in fro]
+    return Plan(tuple(sends), tuple(recvs))
+
+
+def broadcast(rank: int, size: int, root: int, count: int, segment: int) -> Plan:
+    """Copy buffer 0 of `root` to all ranks: each gets its `part` from the root, and sends it to the others."""
+    to, fro = _rotation(rank, size)
+    if not to:
+        return Plan()
+    cuts = segmented_parts(count, size, segment)
+    sends: list[Send] = []
+    recvs: list[Recv] = []
+    for k in range(len(cuts[rank])):
+        if rank == root:
+            sends += [Send(peer, 0, *cuts[peer][k]) for peer in to]
+            sends += [Send(peer, 0, *cuts[root][k]) for peer in to]
+            continue
+        recvs.append(Recv(root, 0, *cuts[rank][k]))
+        sends += [Send(peer, 0, *cuts[rank][k], len(recvs)) for peer in to if peer != root]
+        recvs += [Recv(peer, 0, *cuts[peer][k]) for peer in fro]
+    return Plan(tuple(sends), tuple(recvs))
+
+
 def reduce_scatter(rank: int, counts: Sequence[int], segment: int) -> Plan:
     """Reduce part `rank` of all ranks' inputs into the last buffer.
 

@@ -92,6 +92,39 @@ def fit(network: Network, count: int, itemsize: int, sizes: PlanSizes) -> tuple[
     return (best, *(each for each in ranked if each is not best))
 
 
+@lru_cache(maxsize=256)
+def compared(
+    operation: str, network: Network, root: int, count: int, itemsize: int, sizes: PlanSizes
+) -> tuple[tuple[str, float], ...]:
+    """Return what each `algorithm=` of an operation would take on a network, in seconds, the best first.
+
+    `operation` is "all_reduce", "broadcast" or "reduce". Nothing is predicted for more than 16 slots.
+    """
+    size = len(network.hosts)
+    if size > MOST_FOLLOWED:
+        return ()
+    lanes = "ring" if len(set(network.hosts)) == 1 else "stream"
+
+    def of_count(algorithm: str, count: int) -> float:
+        slots = range(size)
+        if operation == "all_reduce":
+            plans = [choose.all_reduce(slot, size, count, itemsize, lanes, algorithm, sizes) for slot in slots]
+        else:
+            rooted = choose.broadcast if operation == "broadcast" else choose.reduce
+            plans = [rooted(slot, size, root, count, itemsize, algorithm, sizes) for slot in slots]
+        return cost.seconds(plans, network, itemsize)
+
+    known = choose.ALL_REDUCE_PLANS[size > 2 :] if operation == "all_reduce" else choose.ROOTED_PLANS
+    most = size * FOLLOWED_PIECES * sizes.segment(itemsize)  # the time for more grows evenly
+    found = []
+    for algorithm in known:
+        seconds = of_count(algorithm, min(count, most))
+        if count > most:
+            seconds += (seconds - of_count(algorithm, most // 2)) / (most - most // 2) * (count - most)
+        found.append((algorithm, seconds))
+    return tuple(sorted(found, key=lambda each: each[1]))
+
+
 @lru_cache(maxsize=64)
 def is_distant(network: Network) -> bool:
     """Tell whether a round trip is so long that the number of rounds of a plan matters."""

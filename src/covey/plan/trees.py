@@ -1,8 +1,9 @@
 """Plans along trees.
 
-`broadcast` and `reduce` use binomial trees: log2(size) rounds from or to a root, for small buffers. `all_reduce` has a
-tree of all ranks for each range of the array, with its owner as the root. `cells` and `divisions` make the trees of
-plans in levels: inside a host first, then inside a site, then across.
+`broadcast` and `reduce` use binomial trees: log2(size) rounds from or to a root, for small buffers. In a star the root
+exchanges all with every rank itself. `all_reduce` has a tree of all ranks for each range of the array, with its owner
+as the root; `whole` is one for all of it. `cells` and `divisions` make the trees of plans in levels: inside a host
+first, then inside a site, then across.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from covey.plan.moves import FINAL, REDUCE, STORE, Plan, Recv, Send, divided, pieces
+from covey.plan.moves import FINAL, REDUCE, STORE, Plan, Recv, Send, divided, pieces, segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,6 +42,31 @@ def reduce(rank: int, size: int, root: int, count: int) -> Plan:
     return Plan(() if parent is None else (Send(parent, 0, 0, count, len(recvs)),), recvs)
 
 
+def star_broadcast(rank: int, size: int, root: int, count: int, segment: int) -> Plan:
+    """Copy buffer 0 of `root` to all ranks, in pieces that it sends to each itself."""
+    cuts = segments(0, count, segment)
+    if rank != root:
+        return Plan(recvs=tuple(Recv(root, 0, *cut) for cut in cuts))
+    return Plan(tuple(Send(peer, 0, *cut) for cut in cuts for peer in _others(root, size)))
+
+
+def star_reduce(rank: int, size: int, root: int, count: int, segment: int) -> Plan:
+    """Reduce buffer 0 of all ranks into that of `root`, which receives all of them. Others do not change."""
+    cuts = segments(0, count, segment)
+    if rank != root:
+        return Plan(tuple(Send(root, 0, *cut) for cut in cuts))
+    peers = _others(root, size)
+    return Plan(
+        recvs=tuple(
+            Recv(peer, 0, *cut, REDUCE | FINAL if peer == peers[-1] else REDUCE) for cut in cuts for peer in peers
+        )
+    )
+
+
+def _others(rank: int, size: int) -> list[int]:
+    return [(rank + step) % size for step in range(1, size)]
+
+
 def _family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
     """Return the parent (none for the root) and the children of `rank`, the deepest subtree last."""
     position = (rank - root) % size
@@ -60,6 +86,12 @@ class Cell(NamedTuple):
     stop: int
     parents: tuple[int, ...]
     """By rank; ROOT_PARENT for the owner, which finishes the range."""
+
+
+def whole(size: int, count: int, *, is_star: bool) -> tuple[Cell, ...]:
+    """Return the cell of an all-reduce that rank 0 finishes alone: at the root of a binomial tree, or of a star."""
+    parents = [0 if is_star else _family(rank, size, 0)[0] or 0 for rank in range(1, size)]
+    return (Cell(0, count, (ROOT_PARENT, *parents)),) if count else ()
 
 
 class _Hop(NamedTuple):

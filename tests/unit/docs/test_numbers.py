@@ -274,7 +274,7 @@ HELD = {
         f"all_reduce of more than {size(SET.exchange_bytes)} between 2 ranks, or if all ranks share memory and are at "
         f"most {choose.DIRECT_RANKS}; all_gather if up to {choose.DIRECT_RANKS} ranks",
         f"between more than {choose.DIRECT_RANKS} ranks; broadcast and reduce of more than {size(SET.tree_bytes)}",
-        f"a binomial tree | up to {size(SET.tree_bytes)}",
+        f"broadcast and reduce up to {size(SET.tree_bytes)}",
         f"exact up to {order.MOST_EXACT} ranks",
         f"several slow ranks, up to {trees.MOST_IN_STAR} in all",
         f"and {size(cost.LANE_BUFFER_BYTES)} of buffers at each end",

@@ -23,6 +23,16 @@ def test_owner_reduce_reduces_everything_on_every_rank(size: int) -> None:
             check.all_reduce(plans, count)
 
 
+@at_every_size
+def test_reduce_leaves_the_whole_sum_at_the_root_and_broadcast_brings_it_to_every_rank(size: int) -> None:
+    for count in counts(size):
+        for root in roots(size, count):
+            for plans in segmented(size, direct.reduce, size, root, count):
+                check.reduce(plans, root, count)
+            for plans in segmented(size, direct.broadcast, size, root, count):
+                check.broadcast(plans, root, count)
+
+
 def test_owner_reduce_sends_a_finished_segment_right_after_the_next_ones_contribution() -> None:
     plan = direct.owner_reduce(0, 2, 12, 2)
     assert [(send.start, send.after) for send in plan.sends] == [(6, 0), (8, 0), (0, 1), (10, 0), (2, 2), (4, 4)]

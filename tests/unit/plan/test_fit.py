@@ -9,7 +9,7 @@ from tests.unit.plan.networks import MBIT, NETWORKS, random_network, small_sizes
 
 from covey.lab.network_simulation import simulated
 from covey.plan import check, choose
-from covey.plan.fit import PLAIN_PLAN, Fitted, fit, plan_of
+from covey.plan.fit import PLAIN_PLAN, Fitted, compared, fit, plan_of
 from covey.plan.moves import first_writes
 from covey.plan.network import Network, uniform
 
@@ -36,6 +36,19 @@ def test_equal_links_get_the_plan_that_they_had_before(size: int, nbytes: int) -
     for rank in range(size):
         plan = choose.all_reduce(rank, size, nbytes // 4, 4, "stream", None, DEFAULT)
         assert plan_of(chosen, rank, size, nbytes // 4, 4, DEFAULT) == plan
+
+
+@in_turn(operation=["all_reduce", "broadcast", "reduce"])
+def test_what_each_algorithm_would_take_follows_what_the_links_carry(operation: str) -> None:
+    size, speed, count = 4, 125e6, 1 << 24
+    seconds = 4 * count / speed
+    times = dict(compared(operation, uniform(size, speed), 1, count, 4, DEFAULT))
+    ways = 2 if operation == "all_reduce" else 1  # to the root, and back
+    assert set(times) == set(choose.ALL_REDUCE_PLANS[1:] if operation == "all_reduce" else choose.ROOTED_PLANS)
+    assert (size - 1) * seconds <= times["star"] <= 1.1 * ways * (size - 1) * seconds
+    assert ways * (size - 1) / size * seconds <= times["ring"] <= 1.3 * ways * seconds
+    assert times["direct"] < times["star"]
+    assert compared(operation, uniform(17, speed), 1, count, 4, DEFAULT) == ()
 
 
 def test_ranks_of_one_host_get_the_plan_for_shared_memory() -> None:

@@ -10,15 +10,16 @@ from covey.base.errors import ConfigError
 from covey.base.numbers import operation_name
 from covey.base.setting_kinds import show_bytes
 from covey.compress.codec import Codec
-from covey.plan.choose import PLANNED_BYTES, all_reduce_algorithm
+from covey.plan.choose import PLANNED_BYTES, all_reduce_algorithm, rooted_algorithm
 from covey.plan.cost import bound
-from covey.plan.fit import fit
+from covey.plan.fit import compared, fit
 from covey.runtime.collectives.size_class import SizeClass, size_class
 from covey.runtime.group.topology import Topology, topology
 from covey.runtime.metrics.samples import communication_share
 from covey.runtime.recorder import quantile
 
 if TYPE_CHECKING:
+    from covey.base.numbers import Rank
     from covey.plan.fit import Candidate, Fitted
     from covey.runtime.collectives.attempt import Attempt, AttemptPlanner
     from covey.runtime.collectives.roster import GroupRoster
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = 4
 """Of an element, where none is given: most large arrays are float32."""
+ASKED = "if algorithm= asks for it"
+"""What speaks for a plan that is never chosen."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class PlanReport:
 
     nbytes: int
     algorithm: str
-    """`exchange`, `doubling`, `halving`, `direct`, `ring`, or `levels`: inside hosts and sites first, then between."""
+    """One that `algorithm=` names, or `halving`, or `levels`: inside hosts and sites first, then between."""
     order: tuple[int, ...]
     """The ranks in the order of the ring."""
     shares: tuple[float, ...]
@@ -125,6 +128,24 @@ def explain_coded(engine: DescribedEngine, nbytes: int, compress: str | Codec) -
     return replace(report, nbytes=nbytes, codec=str(codec), wire_bytes=sums.nbytes)
 
 
+def explain_rooted(engine: DescribedEngine, nbytes: int, operation: str, root: Rank) -> PlanReport:
+    """Return the plan of a broadcast or reduce of `nbytes`, as all ranks have it now."""
+    attempt = engine.attempt
+    planner = None if engine.roster.node is None else attempt.planner
+    network = None if planner is None else planner.network
+    used = rooted_algorithm(nbytes, attempt.sizes)
+    times: dict[str, float] = {}
+    if network is not None:
+        count = max(1, nbytes // ITEM_BYTES)
+        times = dict(compared(operation, network, attempt.slot_of(root), count, ITEM_BYTES, attempt.sizes))
+    others = tuple(PlanAlternative(name, ASKED, seconds) for name, seconds in times.items() if name != used)
+    why = f"{operation} of {'up to' if used == 'tree' else 'more than'} {show_bytes(attempt.sizes.tree_bytes)}"
+    order = tuple(attempt.ranks)
+    return PlanReport(
+        nbytes, used, order, (), (), why, times.get(used), None, None, others, topology(engine)
+    )  # fmt: skip
+
+
 def _report(
     engine: DescribedEngine,
     attempt: Attempt,
@@ -147,10 +168,21 @@ def _report(
     shares = () if fitted is None or not total else tuple(
         fitted.shares[attempt.slot_of(engine.roster.ranks[rank])] / total for rank in order
     )  # fmt: skip
+    used = plain if fitted is None else fitted.algorithm
+    others = [
+        PlanAlternative(each.fitted.algorithm, each.why, each.fitted.seconds)
+        for each in candidates
+        if not _is_used(each.fitted, fitted, plain)
+    ]
+    if network is not None and has_fit:
+        named = {used, *(each.algorithm for each in others)}
+        times = compared("all_reduce", network, 0, max(1, nbytes // ITEM_BYTES), ITEM_BYTES, attempt.sizes)
+        others += [PlanAlternative(name, ASKED, seconds) for name, seconds in times if name not in named]
+        others.sort(key=lambda each: each.predicted_seconds)
     groups = () if fitted is None or fitted.algorithm != "levels" else fitted.groups
     return PlanReport(
         nbytes,
-        plain if fitted is None else fitted.algorithm,
+        used,
         order,
         shares,
         tuple(tuple(ranks[slot] for slot in group) for group in groups),
@@ -158,11 +190,7 @@ def _report(
         _known(kind.choice.predicted),
         _known(kind.measured),
         None if network is None else bound(network, nbytes),
-        tuple(
-            PlanAlternative(each.fitted.algorithm, each.why, each.fitted.seconds)
-            for each in candidates
-            if not _is_used(each.fitted, fitted, plain)
-        ),
+        tuple(others),
         topology(engine),
     )
 

@@ -6,9 +6,10 @@ It also takes what the program reports of its steps. Nothing here runs an operat
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from covey.base.config import check_timeout
+from covey.base.errors import ConfigError
 from covey.runtime.group.issuer import whole_number
 
 if TYPE_CHECKING:
@@ -97,18 +98,33 @@ class Introspection:
 
         return group_metrics(self._engine.counters, self._engine.roster, self._issuer.savings.total)
 
-    def explain(self, nbytes: int, compress: str | Codec | None = None) -> PlanReport:
+    def explain(
+        self,
+        nbytes: int,
+        compress: str | Codec | None = None,
+        *,
+        operation: Literal["all_reduce", "broadcast", "reduce"] = "all_reduce",
+        root: int = 0,
+    ) -> PlanReport:
         """Return the plan with which an all_reduce of so many bytes is made now, why, and what the others would take.
 
         Between three or more ranks on several machines, large sums use the plan that fits the links, which the ranks
         measure together at the third large sum; `print` shows all of it. Nothing is sent. With `compress`, a codec like
-        "int8", it is the plan of a compressed sum of so many bytes of float32.
+        "int8", it is the plan of a compressed sum of so many bytes of float32. Once the links are measured, what every
+        `algorithm=` would take is among the alternatives, also for a broadcast or reduce with `operation`.
 
         Raises:
-            ConfigError: `compress` is not a codec whose transfers have a fixed size.
+            ConfigError: `compress` is not a codec whose transfers have a fixed size, or there is no such operation or
+                root.
         """
-        from covey.runtime.group.explanation import explain, explain_coded  # most programs do not ask
+        from covey.runtime.group.explanation import explain, explain_coded, explain_rooted  # most programs do not ask
 
+        if operation != "all_reduce":
+            if operation not in ("broadcast", "reduce") or compress is not None:
+                raise ConfigError(
+                    f"operation={operation!r} must be all_reduce, or broadcast or reduce without compress"
+                )
+            return explain_rooted(self._engine, nbytes, operation, self._issuer.check_rank(root, "root"))
         return explain(self._engine, nbytes) if compress is None else explain_coded(self._engine, nbytes, compress)
 
     @overload
