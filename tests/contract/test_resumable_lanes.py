@@ -18,6 +18,7 @@ from tests.contract.test_sealed_lanes import LANE, SECRET
 from tests.support.in_turn import in_turn
 from tests.support.native_ends import in_parallel, transfers
 from tests.support.seeds import batches
+from tests.support.sets import pairs
 from tests.support.waiting import DEADLINE
 
 from covey.base.native import native
@@ -208,13 +209,12 @@ def survive(is_native: tuple[bool, bool], seed: int, shape: str, *, is_relayed: 
         return replaced
 
 
-@every_shape
-@pytest.mark.parametrize("is_relayed", [False, True], ids=["direct", "relayed"])
+@pytest.mark.parametrize(("lane", "is_relayed"), pairs(SHAPES, [False, True]), ids=str)
 @pytest.mark.parametrize("batch", batches(5))
 def test_connections_that_end_at_any_moment_cost_no_byte(
-    shape: str, is_native: tuple[bool, bool], is_relayed: bool, batch: int
+    lane: tuple[str, tuple[bool, bool]], is_relayed: bool, batch: int
 ) -> None:
-    replaced = 0
+    (shape, is_native), replaced = lane, 0
 
     @in_turn(seed=range(SEEDS_OF_A_BATCH * batch, SEEDS_OF_A_BATCH * (batch + 1)))
     def check(seed: int) -> None:

@@ -220,6 +220,7 @@ def check_stress(reports: list[dict[str, int]], calls: int) -> None:
         assert number // 40 <= report["cancelled"] <= number // 4
 
 
+@pytest.mark.thorough
 def test_many_concurrent_calls_of_all_sizes_end_right_and_leave_no_memory_behind() -> None:
     options = {"nodes": 3, "calls": 150, "total_bytes": 15 << 20, "largest_bytes": 4 << 20, "rounds": 2, "seed": 1}
     check_stress(run_ranks(3, stress_calls, options, lanes="secure"), 150)

@@ -354,6 +354,7 @@ def test_ssh_starts_a_run_where_no_agent_is_and_the_secret_is_on_no_command_line
     assert "train" not in seen
 
 
+@pytest.mark.thorough
 def test_ssh_copies_the_folder_by_the_rules_of_agents_once_the_person_has_agreed(town: Town) -> None:
     desk = with_ssh(town)
     desk.folder = town.lab.folder / "copied"

@@ -44,7 +44,8 @@ def await_rest(members: list[Member], number: int) -> None:
     wait_until(lambda: count() > SIZE / 2)
 
 
-@pytest.mark.parametrize("ranks", [(0,), pytest.param((3, 0), marks=pytest.mark.thorough)], ids=["leader", "both"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [(0,), (3, 0)], ids=["leader", "both"])
 def test_members_of_a_run_whose_links_rest_are_lost_come_back_and_end_together(lab, ranks: tuple[int, ...]) -> None:
     """Rank 0 leads at first."""
     homes = homes_of(lab, SIZE)

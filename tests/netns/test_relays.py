@@ -172,6 +172,7 @@ def test_when_one_of_two_relays_is_lost_the_run_goes_on_through_the_other(on_los
             assert report["relays"][0].partition(":")[0] in hosts[3 - first].ip4s
 
 
+@pytest.mark.thorough
 @every_policy
 def test_relays_that_end_one_after_the_other_cost_no_member(on_loss: str) -> None:
     """The second one ends as soon as the first one has returned: no node is registered there yet."""

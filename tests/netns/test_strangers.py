@@ -206,9 +206,9 @@ class BlackHole:
         ethernet = pipes.stdout(self._counter).readline().strip()
         for victim in victims:
             victim.run(["ip", "route", "add", "203.0.113.0/24", "via", host.ip4])
-            for number in range(64):
-                address = f"{network}.{100 + number}"
-                victim.run(["ip", "neighbour", "add", address, "lladdr", ethernet, "dev", "eth0", "nud", "permanent"])
+            rest = f"lladdr {ethernet} dev eth0 nud permanent"
+            lines = [f"neighbour add {network}.{100 + number} {rest}" for number in range(64)]
+            victim.run(["sh", "-c", 'echo "$0" | ip -batch -', "\n".join(lines)])
 
     def wait_until_led(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Return when many connections were begun, and do something again and again until then."""

@@ -146,6 +146,7 @@ def _preload(number: int, others: list[str]) -> socket.socket:
     import socket
     import threading
 
+    gc.disable()  # what is imported is no garbage
     from covey.runtime.keeper import template
     from covey.runtime.processes import libc
 
@@ -157,6 +158,7 @@ def _preload(number: int, others: list[str]) -> socket.socket:
     )
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     return socket.socket(fileno=number)
 

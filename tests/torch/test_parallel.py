@@ -242,7 +242,7 @@ def _chosen(tensors: list[torch.Tensor], flags: list[bool]) -> list[torch.Tensor
         pytest.param(hsdp, 4, marks=pytest.mark.thorough),
         pytest.param(fsdp1, 2, marks=pytest.mark.thorough),
         pytest.param(tensor_parallel, 2, marks=pytest.mark.thorough),
-        (two_dimensions, 4),
+        pytest.param(two_dimensions, 4, marks=pytest.mark.thorough),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

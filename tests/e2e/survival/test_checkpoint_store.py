@@ -52,7 +52,7 @@ def folders(tmp_path: Path) -> list[str]:
     return [str(tmp_path / f"machine-{rank}") for rank in range(3)]
 
 
-@pytest.mark.parametrize("on_loss", ["continue", "raise"])
+@pytest.mark.parametrize("on_loss", first(1, ["continue", "raise"]))
 def test_a_rank_that_is_killed_while_it_saves_takes_no_checkpoint_with_it(on_loss: str, folders: list[str]) -> None:
     count = 6
     with Members(3, save_until_killed, folders, on_loss, ROWS, count) as members:

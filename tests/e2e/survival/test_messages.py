@@ -205,7 +205,8 @@ def check_talk(reports: list[Any]) -> None:
         assert all(count >= 2 * len(SIZES) for count in report["counts"].values()), (rank, report)
 
 
-@pytest.mark.parametrize("lanes", only(["secure"], LANES))
+@pytest.mark.thorough
+@pytest.mark.parametrize("lanes", LANES)
 def test_messages_between_live_ranks_survive_broken_connections(lanes: str) -> None:
     """All connections of one rank after the other break, links and lanes; no rank is lost, and no message either."""
     with Members(3, talk_over_broken_connections, "continue", SIZES, 0, False, lanes=lanes) as ranks:
@@ -270,10 +271,8 @@ def restore_over_broken_connections(count: int) -> Any:
         return {"right": right and state["step"] == 0, "received": report.bytes_received, "donors": report.donors}
 
 
-@pytest.mark.parametrize(
-    "lanes",
-    [pytest.param("unix", marks=pytest.mark.thorough), "tcp", pytest.param("secure", marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("lanes", ["unix", "tcp", "secure"])
 def test_a_restore_goes_on_over_connections_that_break(lanes: str) -> None:
     count = 6_000_000
     with Members(3, restore_over_broken_connections, count, lanes=lanes) as ranks:
