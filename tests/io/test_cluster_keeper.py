@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -21,15 +22,21 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
+from covey.net.host import readings
+from covey.net.host.machine import hardware
+from covey.net.host.readings import MachineReader
 from covey.net.keys.clusters import Cluster
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import ProcessState
 from covey.runtime.keeper.service import ClusterKeeperService
+from covey.runtime.metrics import inspection
+from covey.runtime.metrics.inspection import READINGS, PacedAnswers
 from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.runtime.peers.listener import MeshListener
 from covey.runtime.views import process_table
 from covey.wire import messages
+from covey.wire.progress import decode_readings
 from covey.wire.secret import ClusterSecret
 
 if TYPE_CHECKING:
@@ -212,3 +219,49 @@ def test_a_keeper_that_is_closed_at_once_never_comes() -> None:
         if thread.name == "covey-keeper":
             thread.join(DEADLINE)
     assert len(os.listdir(tempfile.gettempdir())) == before
+
+
+def test_a_view_that_asks_a_rank_how_its_machine_is_used_has_the_keeper_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readers: list[MachineReader] = []
+
+    class Counted(MachineReader):
+        def __init__(self) -> None:
+            readers.append(self)
+            super().__init__()
+
+    monkeypatch.setattr(readings, "MachineReader", Counted)
+    monkeypatch.setattr(inspection, "KEEPER_SECONDS", DEADLINE)
+
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        cluster, process = new_cluster(), sleeper(stack)
+        service = opened(stack, cluster)
+        own = [await add(stack, cluster, keeper=service.id, pid=process.pid) for _ in range(2)]
+        stranger = await add(stack, cluster)
+
+        async def told(node: Node) -> messages.Inspected:
+            await node.until(lambda: bool(node.mesh.keepers))
+            answers: asyncio.Queue[messages.Inspected] = asyncio.Queue()
+            paced = PacedAnswers()
+            for asker in (b"one", b"other"):  # two views, of which each gets the answer
+                paced.answer(messages.Inspect(READINGS), asker, answers.put_nowait, node.mesh.own_keeper())
+            first = await answers.get()
+            assert (await answers.get()).body == first.body
+            return first
+
+        for node in own:
+            read = decode_readings((await told(node)).body)
+            assert read.cores == hardware().cores
+        assert len(readers) == 1, "the keeper has read, and no rank"
+        assert stranger.mesh.own_keeper() is None
+
+        monkeypatch.setattr(inspection, "KEEPER_SECONDS", 0.0)  # a keeper that does not answer in time
+        here: asyncio.Queue[messages.Inspected] = asyncio.Queue()
+        loop, node = asyncio.get_running_loop(), own[0]
+        answered = functools.partial(loop.call_soon_threadsafe, here.put_nowait)
+        PacedAnswers().answer(messages.Inspect(READINGS), b"one", answered, node.mesh.own_keeper())
+        assert decode_readings((await here.get()).body).cores == read.cores
+        assert len(readers) == 2
+
+    run(work)

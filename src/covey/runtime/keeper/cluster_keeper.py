@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.net.discovery.interfaces import is_own_address
+from covey.runtime.metrics.inspection import READINGS, PacedAnswers
 from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.listener import MeshListener
 from covey.runtime.views.process_table import ProcessTable, Rounds
@@ -49,6 +50,7 @@ class ClusterKeeper(MeshListener):
         """The last generation that one of its own processes was in."""
         self._process_table = ProcessTable()
         self.rounds = Rounds(self._process_table, self._vouch)
+        self._answers = PacedAnswers()
 
     async def open(self) -> None:
         """Start to search for the nodes of the cluster."""
@@ -96,7 +98,10 @@ class ClusterKeeper(MeshListener):
         self.rounds.look_closely(remote.card.life)
 
     def heard(self, remote: RemoteProcess, message: messages.Control) -> None:
-        if isinstance(message, messages.Founded) and self._is_own(remote):
+        if isinstance(message, messages.Inspect):
+            if message.what == READINGS and self._is_own(remote):  # one of its processes is asked by a view
+                self._answers.answer(message, remote.card.id, remote.send)
+        elif isinstance(message, messages.Founded) and self._is_own(remote):
             self.survives, self._was_told = bool(self.survives) or message.on_loss == "continue", True
             self._run, self._over = message, None
             self._note_ranks(message)

@@ -7,9 +7,11 @@ are told to its keeper only.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.pace import Bucket, Buckets
 from covey.runtime import loop as control
@@ -41,6 +43,8 @@ READINGS: Final = "readings"
 OUTPUT: Final = "output"
 CHECKS: Final = "checks"
 STACKS: Final = "stacks"
+KEEPER_SECONDS: Final = 0.5
+"""How long the keeper may take to say how the machine is used; views wait for longer."""
 STACKS_LIMIT_BYTES: Final = 200_000
 """Of the stacks of one process: they fit into a frame."""
 
@@ -61,6 +65,13 @@ def answer_keeper(question: messages.Inspect, send: Callable[[messages.Inspected
         send(answer(question))
 
 
+class AsksKeeper(Protocol):
+    """The keeper of this process."""
+
+    async def ask(self, question: messages.Question, within: float) -> messages.Answer:
+        """Send a question and return the answer; TimeoutError if there is none in time."""
+
+
 class PacedAnswers:
     """Answers nodes of the cluster, within limits. On the control loop."""
 
@@ -68,20 +79,48 @@ class PacedAnswers:
         self._by_key = Buckets(INSPECTIONS_RATE, INSPECTIONS_BURST)
         self._total = Bucket(INSPECTIONS_TOTAL_RATE, INSPECTIONS_TOTAL_BURST)
         self._reader: MachineReader | None = None
+        self._waiting: list[Callable[[messages.Inspected], object]] = []
+        """What takes the answer of the keeper."""
+        self._asking: asyncio.Future[None] | None = None
         self._reads_output = False
         """Whether a thread reads output now."""
 
-    def answer(self, question: messages.Inspect, key: bytes, send: Callable[[messages.Inspected], object]) -> None:
-        """Send the answer to the node with this key; it has no pages if the node, or all together, ask too often."""
+    def answer(
+        self,
+        question: messages.Inspect,
+        key: bytes,
+        send: Callable[[messages.Inspected], object],
+        keeper: AsksKeeper | None = None,
+    ) -> None:
+        """Send the answer to the node with this key; it has no pages if the node, or all together, ask too often.
+
+        How the machine is used, the keeper reads, if this process has one: a driver must not hold a rank up.
+        """
         now = time.monotonic()
         if not (self._by_key.take(key, now) and self._total.take(now)):
             send(messages.Inspected(question.what, question.page, 0, b""))
+        elif question.what == READINGS and keeper is not None:
+            self._waiting.append(send)
+            if self._asking is None:
+                self._asking = asyncio.ensure_future(self._ask(keeper))
         elif question.what == READINGS:
             self._read_machine(send)
         elif question.what == OUTPUT:
             self._read_output(question, send)
         else:
             send(answer(question))
+
+    async def _ask(self, keeper: AsksKeeper) -> None:
+        """Send what the keeper answers to all that wait for it; without an answer, read the machine here."""
+        answer: messages.Answer | None = None
+        with contextlib.suppress(TimeoutError):
+            answer = await keeper.ask(messages.Inspect(READINGS), KEEPER_SECONDS)
+        waiting, self._waiting, self._asking = self._waiting, [], None
+        for send in waiting:
+            if isinstance(answer, messages.Inspected) and answer.what == READINGS:
+                send(answer)
+            else:
+                self._read_machine(send)
 
     def _read_machine(self, send: Callable[[messages.Inspected], object]) -> None:
         """Send how this machine is used: at once if that was read within the last second, else after a reading."""

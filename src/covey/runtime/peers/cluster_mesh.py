@@ -303,6 +303,10 @@ class ClusterMesh(LinkMesh):
         named = (self.card.keeper, *(each.card.keeper for each in self.met.values()))
         return remote.purpose == "keeper" and remote.card.id in named
 
+    def own_keeper(self) -> RemoteProcess | None:
+        """Return the keeper of this process, if it is a node that is linked."""
+        return next((remote for remote in self.keepers if remote.card.id == self.card.keeper), None)
+
     def _introduce_others_to(self, remote: RemoteProcess) -> None:
         cards = [each.card for each in self.met.values() if each is not remote]
         for start in range(0, len(cards), CARDS_AT_ONCE):

@@ -129,6 +129,10 @@ class LinkMesh:
         """Tell whether a process is the keeper of this one, or of a linked one."""
         return False
 
+    def own_keeper(self) -> RemoteProcess | None:
+        """Return the keeper of this process, if it is a node that is linked."""
+        return None
+
     # Links
 
     @property
@@ -179,7 +183,7 @@ class LinkMesh:
             answer_keeper(question, remote.send)
         else:
             self._answers = self._answers or PacedAnswers()
-            self._answers.answer(question, remote.card.id, remote.send)
+            self._answers.answer(question, remote.card.id, remote.send, self.own_keeper())
 
     def _has_room(self, remote: RemoteProcess, link: Link) -> None:
         if link is remote.link:
