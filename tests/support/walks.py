@@ -22,6 +22,7 @@ from tests.support.waiting import wait_until
 from covey.net.keys import clusters
 from covey.net.keys import owner as owner_key
 from covey.net.keys.clusters import Cluster
+from covey.net.keys.identity import id_text, own_machine
 from covey.testing.netns import Lan
 from covey.wire.secret import ClusterSecret
 
@@ -116,6 +117,10 @@ class Walk:
     def enroll(self, machine: int) -> None:
         """Put a machine into the cluster, as `covey enroll` does."""
         self._as(machine, lambda: clusters.save(Cluster(ClusterSecret(CLUSTER, self.key), owner=self.owner)))
+
+    def id_of(self, machine: int) -> str:
+        """Return the id of a machine as views show it."""
+        return str(self._as(machine, lambda: id_text(own_machine())))
 
     def covey(self, machine: int, *words: str, **env: str) -> Started:
         """Start a command on a machine."""

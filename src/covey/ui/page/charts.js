@@ -6,7 +6,7 @@ import { UNKNOWN, clock, number, seconds, value_of } from "./words.js";
 
 const MOST_POINTS = 4000;
 const GAP = 6;
-const BORDER = { left: 48, right: 10, top: 16, bottom: 20 };
+const BORDER = { left: 62, right: 10, top: 16, bottom: 20 };
 const MARKS = { lost: "✕", joined: "+", left: "–" };
 
 let run_id = null;

@@ -189,6 +189,7 @@ const open_menu = () => { byId("menu").open = !is_small.matches; };
 is_small.addEventListener("change", open_menu);
 open_menu();
 
+byId("pair").append(command("covey pair"));
 byId("enroll").append(command("covey enroll"));
 setInterval(render_live, 500);
 begin();
