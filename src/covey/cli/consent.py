@@ -72,7 +72,7 @@ def ask_to_send(
         _show([_described(each, book) for each in first], snapshot)
         ids = ", ".join(f"{each.name} ({id_text(each.machine)})" for each in first)
         confirm(
-            "Send them there, and trust these machines from now on?",
+            f"Send them there{', and trust these machines' if found.new else ', now and'} from now on?",
             yes=yes,
             refusal=f"this machine has never sent files to {ids}; compare the id with what `covey up` printed there",
         )

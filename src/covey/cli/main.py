@@ -64,6 +64,16 @@ COMMANDS: Final = {
     "chaos": "Run a job, break its processes and connections, report what survived.",
     "help": "Show the help of covey or of one of its commands.",
 }
+HEADINGS: Final = {
+    "Begin": ("demo", "init", "enroll", "pair", "run", "help"),
+    "Look at runs": ("ui", "top", "logs", "history", "status", "trace"),
+    "Several machines from one": ("up", "ps", "stop", "push", "data", "checkpoint"),
+    "When something does not work": ("doctor", "audit", "config"),
+    "Who may be in the cluster": ("clusters", "trust", "allow", "deny", "secret"),
+    "Services": ("relay", "coordinator", "worker"),
+    "Measure and break": ("estimate", "bench", "chaos"),
+}
+"""The headings under which `covey help` lists the commands."""
 IN_LAB: Final = frozenset(["demo", "bench", "chaos"])
 """Commands that are in `covey.lab`, which the library imports nowhere else, and here only by name."""
 TRACEBACK_HELP: Final = "Show the whole traceback of an error, as COVEY_DEBUG=1 does."
@@ -124,7 +134,7 @@ class LazyGroup(typer.core.TyperGroup):
         _format_help(super().format_help, ctx, formatter)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        return [name for names in HEADINGS.values() for name in names]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
@@ -173,8 +183,9 @@ def _placeholder() -> None:
     """Represent a command in `covey --help`; `LazyGroup` imports the real one when it is called."""
 
 
-for _name, _line in COMMANDS.items():
-    app.command(_name, help=_line)(_placeholder)
+for _heading, _names in HEADINGS.items():
+    for _name in _names:
+        app.command(_name, help=COMMANDS[_name], rich_help_panel=_heading)(_placeholder)
 
 
 def main() -> NoReturn:

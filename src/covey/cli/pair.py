@@ -202,7 +202,7 @@ def news(view: PairingView, before: PairingView | None) -> list[str]:
     said = []
     if before is None:
         where = f" (if it does not find this machine: covey enroll {address_of(view)})" if view.addresses else ""
-        said.append(f"On each other machine of this network, type `covey enroll`{where}. It asks for this code:")
+        said.append(f"On each other machine of this network, type `covey enroll`{where}. It asks for the code below.")
     if view.problem and (before is None or before.problem != view.problem):
         said.append(f"warning: {view.problem}. Type `covey enroll {address_of(view)}` on the other machine.")
     for other in view.others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,7 +15,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError
 from covey.cli import main as command_line
-from covey.cli.main import COMMANDS
+from covey.cli.main import COMMANDS, HEADINGS
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster
 from covey.wire.secret import ClusterSecret
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WORDS = [[name] for name in COMMANDS] + [["secret", "show"], ["secret", "rotate"], ["bench", "ddp"], []]
+HEADED = [name for names in HEADINGS.values() for name in names]
 WIDTHS = [60, 80, 120]
 
 Covey: TypeAlias = "Callable[..., tuple[int, str, str]]"
@@ -189,3 +191,14 @@ def test_commands_that_show_something_create_no_files(covey: Covey, home: Path, 
     assert code in (0, 1, 2)
     assert "Traceback" not in err
     assert not home.exists()
+
+
+def test_help_lists_each_command_once_under_a_heading(covey: Covey, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sorted(HEADED) == sorted(COMMANDS)
+    monkeypatch.setenv("COLUMNS", "60")
+    code, shown, _ = covey("help")
+    assert code == 0
+    listed = re.findall(r"^│ ([a-z]+) ", shown, re.MULTILINE)
+    assert listed == HEADED
+    places = [shown.index(f"─ {heading} ") for heading in HEADINGS]
+    assert places == sorted(places)
