@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -259,7 +258,10 @@ def test_a_view_that_asks_a_rank_how_its_machine_is_used_has_the_keeper_read_it(
         monkeypatch.setattr(inspection, "KEEPER_SECONDS", 0.0)  # a keeper that does not answer in time
         here: asyncio.Queue[messages.Inspected] = asyncio.Queue()
         loop, node = asyncio.get_running_loop(), own[0]
-        answered = functools.partial(loop.call_soon_threadsafe, here.put_nowait)
+
+        def answered(answer: messages.Inspected) -> None:
+            loop.call_soon_threadsafe(here.put_nowait, answer)
+
         PacedAnswers().answer(messages.Inspect(READINGS), b"one", answered, node.mesh.own_keeper())
         assert decode_readings((await here.get()).body).cores == read.cores
         assert len(readers) == 2
