@@ -231,7 +231,7 @@ def test_a_view_that_asks_a_rank_how_its_machine_is_used_has_the_keeper_read_it(
             super().__init__()
 
     monkeypatch.setattr(readings, "MachineReader", Counted)
-    monkeypatch.setattr(inspection, "KEEPER_SECONDS", DEADLINE)
+    monkeypatch.setattr(inspection, "KEEPER_ANSWER_SECONDS", DEADLINE)
 
     async def work(stack: contextlib.AsyncExitStack) -> None:
         cluster, process = new_cluster(), sleeper(stack)
@@ -255,7 +255,7 @@ def test_a_view_that_asks_a_rank_how_its_machine_is_used_has_the_keeper_read_it(
         assert len(readers) == 1, "the keeper has read, and no rank"
         assert stranger.mesh.own_keeper() is None
 
-        monkeypatch.setattr(inspection, "KEEPER_SECONDS", 0.0)  # a keeper that does not answer in time
+        monkeypatch.setattr(inspection, "KEEPER_ANSWER_SECONDS", 0.0)  # a keeper that does not answer in time
         here: asyncio.Queue[messages.Inspected] = asyncio.Queue()
         loop, node = asyncio.get_running_loop(), own[0]
 

@@ -43,7 +43,7 @@ READINGS: Final = "readings"
 OUTPUT: Final = "output"
 CHECKS: Final = "checks"
 STACKS: Final = "stacks"
-KEEPER_SECONDS: Final = 0.5
+KEEPER_ANSWER_SECONDS: Final = 0.5
 """How long the keeper may take to say how the machine is used; views wait for longer."""
 STACKS_LIMIT_BYTES: Final = 200_000
 """Of the stacks of one process: they fit into a frame."""
@@ -114,7 +114,7 @@ class PacedAnswers:
         """Send what the keeper answers to all that wait for it; without an answer, read the machine here."""
         answer: messages.Answer | None = None
         with contextlib.suppress(TimeoutError):
-            answer = await keeper.ask(messages.Inspect(READINGS), KEEPER_SECONDS)
+            answer = await keeper.ask(messages.Inspect(READINGS), KEEPER_ANSWER_SECONDS)
         waiting, self._waiting, self._asking = self._waiting, [], None
         for send in waiting:
             if isinstance(answer, messages.Inspected) and answer.what == READINGS:
