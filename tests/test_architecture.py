@@ -54,7 +54,7 @@ BELOW = {
         *("runtime", "net", "proto", "plan", "compress", "wire", "base"),
     },
     "jax": {"runtime", "plan", "base"},
-    "metrics": {"runtime"},
+    "metrics": {"runtime", "wire"},
     "engines": {"covey", "runtime", "net", "base"},
     "ray": {"engines", "runtime", "base"},
     "dask": {"engines", "runtime", "base"},

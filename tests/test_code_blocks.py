@@ -85,8 +85,16 @@ def test_the_program_of_the_guide_runs_alone(page: str, capsys: pytest.CaptureFi
 
 def test_the_programs_of_the_guide_to_losses_run() -> None:
     page = "docs/guides/elastic.md"
-    loop, shrinking = blocks(page)
+    loop, shrinking, saving = blocks(page)
     assert run(page, loop, {})["state"]["step"] == 5
+
+    def save(group: covey.Group) -> tuple[float, float, int]:
+        weights, moments = np.full(4, 2.0), np.full(2, float(group.rank))
+        given = {"covey": covey, "group": group, "weights": weights, "moments": moments, "step": 7}
+        names = run(page, saving, given)
+        return names["state"]["weights"][3], names["state"]["moments"].array[0], names["step"]
+
+    assert run_threads(2, save) == [(2.0, 0.0, 7), (2.0, 1.0, 7)]
 
     def lose(group: covey.Group) -> int:
         def step(group: covey.Group) -> None:
@@ -328,7 +336,7 @@ def test_the_programs_of_the_guide_to_metrics_run(capsys: pytest.CaptureFixture[
     from prometheus_client import REGISTRY
 
     page = "docs/guides/metrics.md"
-    counting, serving, spans = blocks(page)
+    counting, serving, pushing, spans = blocks(page)
     run(page, counting, {})
     assert re.match(
         r"100 all_reduce, 0 bytes sent, 0 failed\n"
@@ -340,6 +348,8 @@ def test_the_programs_of_the_guide_to_metrics_run(capsys: pytest.CaptureFixture[
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics\n", capsys.readouterr().out)
     (added,) = set(REGISTRY._collector_to_names) - before
     REGISTRY.unregister(added)
+    run(page, pushing, {})
+    assert re.fullmatch(r"[1-9]\d* lines to send\n", capsys.readouterr().out)
     run(page, spans, {})
 
 
@@ -418,14 +428,15 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
     run_here = {
         **dict.fromkeys(("docs/guides/first-cluster.md", "docs/guides/chaos.md"), 1),
         "docs/guides/compression.md": 4,
-        **dict.fromkeys(("docs/guides/elastic.md", "docs/guides/running.md"), 2),
+        "docs/guides/running.md": 2,
+        "docs/guides/elastic.md": 3,
         "docs/guides/collectives.md": 6,
         "docs/guides/arrays.md": 1,
         **dict.fromkeys(("README.md", "docs/guides/calls.md"), 3),
         "docs/guides/observing.md": 4,
         "docs/guides/notebooks.md": 1,
         "docs/guides/pytorch.md": 8,
-        "docs/guides/metrics.md": 3,
+        "docs/guides/metrics.md": 4,
         "docs/guides/services.md": 4,
     }
     assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == run_here

@@ -1,4 +1,4 @@
-"""Metrics of this process for Prometheus, and spans for OpenTelemetry.
+"""Metrics of this process for Prometheus or for a function that pushes them, and spans for OpenTelemetry.
 
     import covey.metrics
 
@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from covey.runtime.group.explanation import GroupMetrics, MessageMetrics, OperationMetrics, PeerMetrics
 from covey.runtime.metrics.pages import SampleCollector
+from covey.runtime.metrics.push import SAMPLES_PUSH_SECONDS, SamplePush
 from covey.runtime.metrics.samples import samples
 from covey.runtime.metrics.spans import SpanExport
+from covey.wire.reports import Sample
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prometheus_client import CollectorRegistry
 
 __all__ = [
@@ -25,10 +29,13 @@ __all__ = [
     "MessageMetrics",
     "OperationMetrics",
     "PeerMetrics",
+    "Sample",
     "SampleCollector",
+    "SamplePush",
     "SpanExport",
     "collector",
     "export_spans",
+    "push",
     "register",
 ]
 
@@ -45,6 +52,18 @@ def register(registry: CollectorRegistry | None = None) -> SampleCollector:
     made = collector()
     (REGISTRY if registry is None else registry).register(made)
     return made
+
+
+def push(function: Callable[[list[Sample]], object], every: float = SAMPLES_PUSH_SECONDS) -> SamplePush:
+    """Call `function(samples)` every so many seconds, on a thread of covey's, until the result is closed.
+
+    Each `Sample` has the `name` of a metric, `labels` as pairs of texts, and a `value`. The first call comes after the
+    first pause. One call runs at a time; while it does, no samples are kept for later. Exceptions are logged once.
+
+    Raises:
+        ConfigError: `function` cannot be called, or `every` is less than 0.1.
+    """
+    return SamplePush(function, every)
 
 
 def export_spans(provider: Any = None) -> SpanExport:

@@ -23,7 +23,7 @@ from covey import CheckpointError, ConfigError, MismatchError
 from covey.proto.shards.boxes import split
 from covey.runtime.shards import folder as folders
 from covey.runtime.shards.folder import MANIFEST_FILE, ShardFolder, decode_manifest, encode_manifest
-from covey.testing import run_threads
+from covey.testing import FakeDevice, run_threads
 from covey.wire.shards import SHARD_CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -201,6 +201,39 @@ def test_tensors_and_foreign_arrays_are_arrays(places: list[Path]) -> None:
         group.checkpoint.load(mine, folder=places[group.rank])
         assert torch.equal(mine["t"], tensor)
         assert torch.equal(mine["p"], saved["p"])
+
+    run_threads(2, body)
+
+
+def test_arrays_on_devices_and_those_that_cannot_be_changed_are_saved_and_loaded_where_they_live(
+    places: list[Path],
+) -> None:
+    with FakeDevice() as device:
+
+        def body(group: Group) -> None:
+            whole, part = device.array(np.arange(6.0)), device.array(np.full(3, group.rank + 1.0))
+            saved = {"d": whole, "s": covey.Shard(part)}
+            whole.add(1.0)
+            group.checkpoint.save(saved, 1, folder=places[group.rank]).wait()
+            mine: dict[str, Any] = {"d": device.array(np.zeros(6)), "s": covey.Shard(device.array(np.zeros(3)))}
+            loaded = group.checkpoint.load(mine, folder=places[group.rank]).state
+            assert loaded["d"] is mine["d"]
+            assert loaded["d"].numpy().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+            assert loaded["s"].array.numpy().tolist() == [group.rank + 1.0] * 3
+
+        run_threads(2, body)
+
+
+@pytest.mark.thorough
+def test_arrays_of_jax_are_saved_and_new_ones_are_loaded(places: list[Path]) -> None:
+    jax = pytest.importorskip("jax")
+
+    def body(group: Group) -> None:
+        group.checkpoint.save({"j": jax.numpy.arange(4.0), "n": 3}, 1, folder=places[group.rank]).wait()
+        mine = {"j": jax.numpy.zeros(4), "n": 0}
+        loaded = group.checkpoint.load(mine, folder=places[group.rank]).state
+        assert isinstance(loaded["j"], jax.Array)
+        assert (loaded["j"].tolist(), loaded["n"], mine["j"].tolist()) == ([0.0, 1.0, 2.0, 3.0], 3, [0.0] * 4)
 
     run_threads(2, body)
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
+from covey.arrays.adapter import adapter_of
 from covey.base.config import check_timeout
 from covey.base.errors import ConfigError, DeadlineError
+from covey.runtime.buffers import StagedOperand, as_array
 from covey.runtime.group.issuer import Issuer, whole_number
 from covey.runtime.work import Work
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.failure import Failure
     from covey.runtime.group.shard_loader import LoadedArrays, ShardLoader
     from covey.runtime.group.shard_saver import SaveReport, StateCopy
+    from covey.runtime.shards.tree import Leaf
     from covey.wire.shards import SavedArray, StateArray
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -158,7 +161,8 @@ class CheckpointStore:
         checkpoint, or the same error. Arrays are numpy arrays. A `covey.Shard` comes as a Shard with an even part.
 
         With `state`, its arrays and those of its Shards are filled in place, whatever part of the array they are, and
-        only what it has is loaded. If this fails, their contents are undefined. Values come from the checkpoint.
+        only what it has is loaded. If this fails, their contents are undefined. Values come from the checkpoint. For
+        arrays that cannot be changed, such as those of JAX, the state that is returned has new ones.
 
         Raises:
             CheckpointError: there is no complete checkpoint, or files are damaged on all machines that have them.
@@ -172,11 +176,13 @@ class CheckpointStore:
         memory: dict[str, Array] = {}
         failure: Exception | None = None
         structure: Any = None
-        leaves: list[Any] = []
+        leaves: list[Leaf] = []
+        staged: dict[str, StagedOperand] = {}
         if state is not None:
             try:
                 structure, leaves = trees.take_apart(state)
-                memory = {leaf.name: _writable(leaf) for leaf in leaves}
+                staged = {leaf.name: operand for leaf in leaves if (operand := _staged(leaf)) is not None}
+                memory = {leaf.name: _writable(leaf, staged.get(leaf.name)) for leaf in leaves}
                 wanted = tuple(_described(leaf, memory[leaf.name]) for leaf in leaves)
             except (TypeError, ConfigError) as error:
                 failure = error
@@ -192,6 +198,10 @@ class CheckpointStore:
             return LoadedCheckpoint(trees.put_together(loaded.tree, _as_saved(loaded)), loaded.saved.step)
         names = [array.name for array in loaded.saved.arrays]
         values = trees.put_together(loaded.tree, names)
+        leaves = [
+            leaf if (operand := staged.get(leaf.name)) is None else leaf.replaced(operand.deliver(None))
+            for leaf in leaves
+        ]
         return LoadedCheckpoint(trees.merged(structure, leaves, values), loaded.saved.step)
 
     def steps(self, *, folder: str | os.PathLike[str] | None = None, timeout: float | None = None) -> list[int]:
@@ -301,10 +311,19 @@ def _described(leaf: Any, content: Array) -> StateArray:
     return StateArray(*plain, shard.axis, shard.shape or (), shard.offset or ())
 
 
-def _writable(leaf: Any) -> Array:
-    from covey.runtime.buffers import as_array
+def _staged(leaf: Leaf) -> StagedOperand | None:
+    """Return what fills an array that is on a device, or cannot be changed; None for host memory."""
+    adapter = None if type(leaf.array) is np.ndarray else adapter_of(leaf.array)
+    if adapter is None or ((memory := adapter.view(leaf.array)) is not None and memory.flags.writeable):
+        return None
+    return StagedOperand.of(leaf.array, adapter, is_read=False)
+
+
+def _writable(leaf: Leaf, staged: StagedOperand | None) -> Array:
     from covey.runtime.shards.tree import memory_of
 
+    if staged is not None:
+        return memory_of(staged.flat.reshape(staged.shape))
     memory = memory_of(leaf.array)
     try:
         is_own = bool(np.shares_memory(memory, as_array(leaf.array))) or not memory.size

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from covey.arrays.adapter import adapter_of
 from covey.base.errors import MismatchError, RemoteProtocolError
 from covey.proto.shards.safetensors import FORMAT_DTYPES
-from covey.runtime.buffers import as_array
+from covey.runtime.buffers import as_array, readable
 from covey.wire.shards import ARRAY_NAME_LIMIT, ARRAYS_LIMIT
 
 if TYPE_CHECKING:
@@ -88,13 +89,20 @@ class Leaf(NamedTuple):
         """The array, or this rank's part of it, as the program has it."""
         return self.value.array if isinstance(self.value, Shard) else self.value
 
+    def replaced(self, array: Any) -> Leaf:
+        """Return this leaf with another array of the same shape."""
+        part = self.shard
+        if part is None:
+            return Leaf(self.name, array)
+        return Leaf(self.name, Shard(array, part.axis, shape=part.shape, offset=part.offset))
+
 
 def is_array(value: Any) -> bool:
     """Tell whether a value is saved as an array."""
     if isinstance(value, Shard | np.ndarray):
         return True
     return not isinstance(value, (*_PLAIN_TYPES, type)) and (
-        hasattr(value, "__dlpack__") or hasattr(value, "__array__")
+        hasattr(value, "__dlpack__") or hasattr(value, "__array__") or adapter_of(value) is not None
     )
 
 
@@ -107,8 +115,13 @@ def memory_of(value: Any) -> Array:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and not value.is_cpu:
         value = value.detach().cpu()
+    adapter = adapter_of(value)
     try:
-        array = as_array(value)
+        if adapter is not None and adapter.view(value) is None:
+            operand = readable(value)
+            array = operand.load().reshape(operand.shape)
+        else:
+            array = as_array(value)
     except (TypeError, BufferError, RuntimeError):  # DLPack knows fewer dtypes than numpy's protocol
         if not hasattr(value, "__array__"):
             raise
