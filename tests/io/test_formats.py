@@ -17,6 +17,7 @@ from covey.base.errors import ConfigError
 from covey.coordinator.state_file import StateFile
 from covey.net.audit import audit_log
 from covey.net.host import folders, last_wait, saved_figures, saved_runs
+from covey.net.host.store_file import StoreFile
 from covey.net.keys import clusters, identity, owner, trust
 from covey.net.keys.clusters import Cluster
 from covey.proto.ballot import first_record
@@ -148,6 +149,12 @@ FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callabl
     ),
     "data set": (publish, "data/*/current.json", as_json(format=2), lambda: data_store.data("set")),
     "audit": (write_log, "audit/head", as_json(format=2), write_log),
+    "store": (
+        lambda: StoreFile(folders.home() / "store").write(0, (("key", b"value"),)),
+        "store",
+        as_array(at=0),
+        lambda: StoreFile(folders.home() / "store").read(),
+    ),
 }
 """By name: what writes the file, where it is, what a later release makes of it, and what would change it."""
 

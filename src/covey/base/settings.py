@@ -358,6 +358,12 @@ class GroupConfig:
         "has a copy.",
         is_shared=True,
     )
+    store_file: str = _tuned(
+        _MACHINE, FilePath(), "",
+        "A file for the entries of the store of a run: the member that orders its changes writes it, half a second "
+        "after a change and when it leaves, and reads it when a run begins. One run at a time may use a file.",
+        files=USER_FILE,
+    )
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ import math
 from collections import deque
 from typing import Final, NamedTuple
 
-from covey.proto.store import STORE_BYTES, Lifetime
+from covey.proto.store import LASTING, STORE_BYTES, Lifetime
 from covey.proto.store_copy import RUN_STORE, LogEntry, StoreCopy
 from covey.wire import store as wire
 
@@ -130,6 +130,17 @@ class Replica:
     def has_copy(self) -> bool:
         """Whether this member could order the changes if all others were lost."""
         return self._copy is not None
+
+    def stamp(self, store: int) -> tuple[int, int] | None:
+        """Return two numbers that tell of any change of entries; None if this member does not order the changes."""
+        if self.owner != self._me or not self._is_ready or self._copy is None or store not in self._copy.stores:
+            return None
+        return self._copy.stores[store].changes, self._copy.stores[store].count
+
+    def lasting(self, store: int) -> list[tuple[str, bytes]]:
+        """Return the entries of a store of this copy that do not end by themselves."""
+        found = () if self._copy is None else self._copy.stores[store].entries()
+        return [(key, value) for key, value, _, lifetime in found if lifetime == LASTING]
 
     def next_end(self) -> float:
         """Return when to call `advance` at the latest; inf for never."""

@@ -157,6 +157,11 @@ class KeyValueStore:
         """The number of changes to entries so far."""
         return self._changes
 
+    @property
+    def count(self) -> int:
+        """The number of entries: without a further change, only fewer can be left."""
+        return len(self._entries)
+
     def restore_entry(self, key: str, value: bytes, version: int, lifetime: Lifetime, now: float) -> None:
         """Set an entry as it is in another copy. Its time begins anew: entries may end late, but never early."""
         changes = self._changes
@@ -413,6 +418,11 @@ class KeyValueStore:
                     self._settle(waiter)
                     replies.append(Reply(*waiter, answer))
         return replies
+
+
+def fits(entries: Collection[tuple[str, bytes]], bytes_limit: int) -> bool:
+    """Tell whether a store has room for all of these entries."""
+    return len(entries) <= STORE_ENTRIES_LIMIT and sum(_cost(*entry) for entry in entries) <= bytes_limit
 
 
 def _lifetime_of(asker: int, question: wire.Put | wire.Swap) -> Lifetime:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +20,15 @@ from tests.support.runs import SURVIVING, ThreadRun, node_of
 from tests.support.survivors import DEADLINE, Members, attempt, say
 
 import covey
+from covey.net.host.store_file import StoreFile
 from covey.proto import store_copy
 from covey.runtime.group.internals import engine_of
+from covey.runtime.state.store import Stores
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from covey import Group
 
@@ -122,6 +126,61 @@ def test_values_of_16_mib_are_set_compared_and_read_and_the_setting_bounds_all_o
         return random.Random(rank).randbytes(16 << 20)
 
     run_threads(2, body, settings={"store_bytes": 40 << 20})
+
+
+def test_the_entries_of_a_run_are_in_a_file_from_which_the_next_run_has_them(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    large = random.Random(1).randbytes(2 << 20)
+
+    def first(group: Group) -> None:
+        store = group.node.store
+        assert store.keys() == []
+        store.set_all({f"of {group.rank}": f"{group.rank}", f"large {group.rank}": large})
+        store.set(f"leased {group.rank}", "", ttl=600)
+        store.set(f"alive {group.rank}", "", until="member")
+        group.barrier()
+        if group.rank == 1:
+            waits_until(path.exists)  # it is written while the run goes on, too
+        group.barrier()
+
+    def second(group: Group) -> None:
+        store = group.node.store
+        expected = {f"{name} {rank}": value for name, value in (("large", large), ("of", None)) for rank in range(2)}
+        assert store.items() == {key: value or key[-1:].encode() for key, value in expected.items()}
+        group.barrier()
+        if group.rank == 1:
+            for key in expected:
+                store.delete(key)
+            store.set("last", "change")
+        group.barrier()
+
+    run_threads(2, first, settings={"store_file": str(path)})
+    run_threads(2, second, settings={"store_file": str(path)})
+    assert StoreFile(path).read() == (("last", b"change"),)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert run_threads(1, lambda group: group.node.store.get("last"), settings={"store_file": str(path)}) == [b"change"]
+    assert [each.name for each in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_file_that_is_none_of_a_store_or_too_large_is_an_error_and_one_that_cannot_be_written_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store"
+    path.touch(0o600)
+    path.write_bytes(b"\x91\x01")
+    with pytest.raises(covey.ConfigError, match="is not the file of a store"):
+        StoreFile(path).read()
+    path.unlink()
+    StoreFile(path).write(0, (("key", bytes(1 << 20)),))
+    with pytest.raises(covey.ConfigError, match="the setting store_bytes is 1048576"):
+        Stores(bytes_limit=1 << 20, file=StoreFile(path))
+    lost = StoreFile(tmp_path / "missing" / "store")
+    for number in range(2):
+        lost.write(number, ())
+    assert [record.message for record in caplog.records if "not saved" in record.message] == [
+        f"the entries of the store are not saved: cannot write {tmp_path}/missing/store: No such file or directory; "
+        "make room, or set store_file to another path"
+    ]
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:

@@ -174,8 +174,8 @@ def test_a_name_in_the_argument_that_is_no_setting_is_an_error_with_the_nearest_
 def test_the_file_of_a_working_folder_cannot_weaken_security() -> None:
     weakening = {setting.name for setting in SETTINGS.values() if setting.files == USER_FILE}
     assert weakening == {
-        "data_folder", "data_total", "insecure", "map_port", "relays", "seeds", "share_output", "tls_ca", "tls_cert",
-        "tls_key",
+        "data_folder", "data_total", "insecure", "map_port", "relays", "seeds", "share_output", "store_file", "tls_ca",
+        "tls_cert", "tls_key",
     }  # fmt: skip
     values: dict[str, Any] = {"insecure": True, "seeds": ["192.0.2.1:47700"], "tls_ca": "ca.pem"}
     for name, value in values.items():

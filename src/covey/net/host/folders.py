@@ -242,12 +242,15 @@ def check_private(path: Path, status: os.stat_result, *, most: int = _PRIVATE_FI
         raise ConfigError(f"{path} has {status.st_size} bytes, far more than any file of covey's; move it away")
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Write `data` to a private file atomically: after a crash it has the old content or the new."""
+def write_private(path: Path, data: bytes, *, otherwise: str = "set COVEY_HOME elsewhere") -> None:
+    """Write `data` to a private file atomically: after a crash it has the old content or the new.
+
+    The ConfigError for one that cannot be written says to make room, or what to do `otherwise`.
+    """
     try:
         with_the_spare(functools.partial(_write, path, data))
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {explain(error)}; make room, or set COVEY_HOME elsewhere") from error
+        raise ConfigError(f"cannot write {path}: {explain(error)}; make room, or {otherwise}") from error
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -6,6 +6,7 @@ and exported objects, also from generation to generation.
 
 from __future__ import annotations
 
+import atexit
 import functools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -175,10 +176,16 @@ class Node:
     @functools.cached_property
     def store(self) -> RunStore:
         """The key-value store of the run."""
-        from covey.runtime.state.store import Stores
+        config, stores = self._engine.facts.config, self._stores
+        if stores is None:
+            from covey.net.host.store_file import StoreFile
+            from covey.runtime.state.store import Stores
 
-        config = self._engine.facts.config
-        return RunStore(self._stores or Stores(bytes_limit=config.store_bytes), config.timeout)
+            file = StoreFile(config.store_file) if config.store_file else None
+            stores = Stores(bytes_limit=config.store_bytes, file=file)
+            if file is not None:
+                atexit.register(stores.keep)
+        return RunStore(stores, config.timeout)
 
     # Functions of this node
 

@@ -16,6 +16,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
+from covey.net.host.store_file import StoreFile
 from covey.runtime import loop as control
 from covey.runtime.counters import process
 from covey.runtime.events import Events
@@ -122,6 +123,7 @@ class NodeParts:
             survives_losses=config.on_loss == "continue",
             bytes_limit=config.store_bytes,
             features=lambda: self.views.speaks.features,
+            file=StoreFile(config.store_file) if config.store_file else None,
         )
         self.checkpoints = Checkpoints(self.peers, self.tasks, self.events)
         self.views = Views(
@@ -244,6 +246,7 @@ class NodeParts:
             control.finish(self._leave(), 3 * GOODBYE_SECONDS, self._on_close)
         finally:
             self.lanes.close()
+            self.stores.keep()
             self.reports.close()
             self.events.close()
             self.audit.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import threading
 import time
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat
+from covey.net.host.store_file import SAVE_AFTER, StoredEntries, StoreFile
 from covey.proto.replication import Answered, Replica
-from covey.proto.store import STORE_BYTES
+from covey.proto.store import STORE_BYTES, fits
+from covey.proto.store_copy import RUN_STORE
 from covey.runtime import loop as control
 from covey.runtime.clocks import waking_clock
 from covey.runtime.state.store_link import PieceAssembly, Unsent
@@ -36,6 +39,7 @@ NOT_WIDE: Final = (
     "{what}: not all members of the run have a release of covey that knows entries that end, values of more than "
     "256 KiB, and reads of several keys or of a prefix; update covey on all machines, and start the run again"
 )
+logger = logging.getLogger(__name__)
 Outcome: TypeAlias = "Future[wire.Done]"
 
 
@@ -82,6 +86,7 @@ class Stores:
         survives_losses: bool = False,
         bytes_limit: int = STORE_BYTES,
         features: Callable[[], Collection[str]] = lambda: FEATURES,
+        file: StoreFile | None = None,
     ) -> None:
         """Begin without members: questions wait for the first view. Without `peers`, this process is alone.
 
@@ -91,6 +96,7 @@ class Stores:
             survives_losses: whether a view says what follows from a loss.
             bytes_limit: how much each store may hold, the same on all members.
             features: returns what all members of the run know, once it is formed.
+            file: where the entries of the run's store are from one run to the next; ConfigError if it is bad.
         """
         self._peers, self._tasks, self._survives_losses, self._features = peers, tasks, survives_losses, features
         self._me = peers.seat if peers is not None else Seat(0)
@@ -104,15 +110,31 @@ class Stores:
         """By seat: the pieces of a message that have come."""
         self._look: asyncio.TimerHandle | None = None
         """Looks for entries whose time is over."""
+        self._file = file
+        self._saved: tuple[int, int] | None = None
+        """The state of the store that the file has, or is about to have: see `Replica.stamp`."""
+        self._found: StoredEntries = () if file is None else file.read()
+        """StoredEntries of an earlier run, which this process sets first if it orders the changes of the first view."""
+        if file is not None and not fits(self._found, bytes_limit):
+            raise ConfigError(
+                f"{file.path} has more entries than a store may have (the setting store_bytes is {bytes_limit}); raise "
+                "it on all machines, or move the file away"
+            )
+        self._saves = itertools.count()
+        self._save: asyncio.TimerHandle | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._ending: Callable[[], CoveyError] | None = None
         """Makes the error of all questions, once this process is in no view of the run any more."""
         if peers is None:
+            self._set_found()
             self._replica.configure(0, (self._me,), is_first=True)
 
     def view(self, generation: int, view: int, seats: Sequence[Seat]) -> None:
         """Take the members of a view. The one that is longest in the run orders the changes."""
         is_first = generation == view == 0
         self._unsent.clear()  # of an earlier view: all that matters is said again
+        if is_first and min(seats) == self._me:
+            self._set_found()
         self._replica.configure((generation << 32) + view, tuple(sorted(seats)), is_first=is_first)
         self._perform()
 
@@ -177,8 +199,9 @@ class Stores:
         """Fail all questions, now and later, each with an error of its own."""
         self._ending = self._ending or error
         self._unsent.clear()
-        if self._look is not None:
-            self._look.cancel()
+        for timer in (self._look, self._save):
+            if timer is not None:
+                timer.cancel()
         self._fail_all(error)
 
     # Helpers
@@ -208,6 +231,45 @@ class Stores:
         if self._look is None and self._ending is None and (end := self._replica.next_end()) < math.inf:
             delay = max(0.0, min(end - waking_clock(), EXPIRE_EVERY))
             self._look = asyncio.get_running_loop().call_later(delay, self._end_entries)
+
+        if self._save is None and self._ending is None and self._has_to_save:
+            self._save = asyncio.get_running_loop().call_later(SAVE_AFTER, self._begin_to_save)
+
+    # The file
+
+    def _set_found(self) -> None:
+        """Set what an earlier run has left, before any other question."""
+        found, self._found = self._found, ()
+        for key, value in found:
+            put = wire.Put(((key, value),))
+            if WIDE_STORE in self._features() or not wire.is_wide(put):
+                self._replica.ask(RUN_STORE, put)
+            else:
+                logger.warning("%r of store_file is left out: %s", key, NOT_WIDE.format(what="put"))
+
+    @property
+    def _has_to_save(self) -> bool:
+        return self._file is not None and self._replica.stamp(RUN_STORE) not in (None, self._saved)
+
+    def _take_to_save(self) -> tuple[int, StoredEntries]:
+        self._saved = self._replica.stamp(RUN_STORE)
+        return next(self._saves), tuple(self._replica.lasting(RUN_STORE))
+
+    def _begin_to_save(self) -> None:
+        self._saving = asyncio.get_running_loop().create_task(self._save_changes())
+
+    async def _save_changes(self) -> None:
+        try:
+            if self._file is not None and self._has_to_save:
+                await asyncio.to_thread(self._file.write, *self._take_to_save())
+        finally:
+            self._save = self._saving = None
+        self._perform()  # what has changed meanwhile is saved next
+
+    def keep(self) -> None:
+        """Write what the file lacks, when this process leaves. On any thread, once nothing is asked any more."""
+        if self._file is not None and self._has_to_save:
+            self._file.write(*self._take_to_save())
 
     def _end_entries(self) -> None:
         self._look = None
