@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.sets import first
 from tests.support.torch_ranks import Lost, all_here, run_torch_ranks
 from tests.support.waiting import DEADLINE
 from tests.torch.equality import batch, share, small_model, start, train
@@ -52,7 +53,7 @@ def lose_one(rank: int, size: int, store: str, wrap: Any) -> tuple[str, str, flo
     return "nothing", "", 0.0
 
 
-@pytest.mark.parametrize("wrap", [replicated, sharded], ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("wrap", first(1, [replicated, sharded]), ids=lambda wrap: wrap.__name__)
 def test_a_rank_killed_in_backward_is_named_by_the_others_within_two_seconds(
     wrap: Any, promised: Callable[[float], float]
 ) -> None:

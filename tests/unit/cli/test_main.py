@@ -93,7 +93,7 @@ def test_traceback_after_a_script_is_the_scripts(covey: Covey) -> None:
     assert err.startswith("error: ")
 
 
-@pytest.mark.parametrize("width", only([60, 80], WIDTHS))
+@pytest.mark.parametrize("width", only([60], WIDTHS))
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
 def test_help_fits_the_terminal_and_is_the_same_in_all_three_ways(
     covey: Covey, home: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], width: int

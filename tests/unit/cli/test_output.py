@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from tests.support.sets import pairs
 from tests.support.waiting import DEADLINE
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["--version"], ["bench", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(("words", "unbuffered"), pairs([["--version"], ["bench", "--help"]], ["", "1"]))
 def test_a_command_on_a_full_disk_says_so_in_one_line_and_fails(words: list[str], unbuffered: str) -> None:
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(
