@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,13 +62,16 @@ def leave_after(group: Group, x: Any) -> None:
 
 
 def test_leaving_by_sys_exit_zero_is_an_orderly_end() -> None:
+    has_left = threading.Event()
+
     def body(group: Group) -> float | None:
         x = np.array([3.0 if group.rank == 0 else 0.0])
         if group.rank == 0:
             with pytest.raises(SystemExit):
                 leave_after(group, x)
+            has_left.set()
             return None
-        time.sleep(0.3)  # slow, so that rank 0 is gone by now
+        assert has_left.wait(DEADLINE)
         group.broadcast(x)
         return float(x[0])
 
