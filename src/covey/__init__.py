@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         RemoteProtocolError,
         SplitRunError,
     )
-    from covey.base.numbers import ANY
+    from covey.base.numbers import ANY, Priority
     from covey.base.settings import OnLoss
     from covey.compress.casts import BF16, FP16
     from covey.compress.codec import Codec
@@ -121,6 +121,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
     "PlanAlternative",
     "PlanReport",
     "PowerSGD",
+    "Priority",
     "QuorumLostError",
     "RandomK",
     "RankFailedError",
@@ -186,6 +187,7 @@ _HOME_MODULES = {
     "Node": "covey.runtime.group.node",
     "MessageInfo": "covey.proto.message",
     "OnLoss": "covey.base.settings",
+    "Priority": "covey.base.numbers",
     "OneBit": "covey.compress.quantisers",
     "Op": "covey.base.arithmetic",
     "PeerLink": "covey.runtime.group.members",

@@ -15,6 +15,7 @@ from tests.support.attackers import resident_bytes
 from tests.support.waiting import DEADLINE
 
 import covey
+from covey.base.numbers import REALTIME
 from covey.proto.calling.outgoing import CALLS_LIMIT
 from covey.proto.calling.tags import parts_tag
 from covey.runtime.calls.lane_transport import LaneTransport
@@ -60,7 +61,7 @@ class Attacker:
 
     def send_part(self, size: int, *, claimed: int) -> None:
         self.say(request(1, payload=wire.CallPayload(sizes=(claimed,))))
-        self.transport.send_parts(self.victim, parts_tag(1, is_answer=False), [bytes(size)])
+        self.transport.send_parts(self.victim, parts_tag(1, is_answer=False), [bytes(size)], REALTIME)
 
     def heard(self, messages: list[tuple[Seat, bytes]]) -> None:
         self.answers += [wire.decode_call_message(data) for _, data in messages]

@@ -9,7 +9,7 @@ messages are here for rooms that need them without the messages, which take long
 
 from __future__ import annotations
 
-from typing import Final, NewType
+from typing import Final, Literal, NewType, TypeAlias
 
 Seat = NewType("Seat", int)
 """A position in the run. A process keeps it for the whole run, and no other process gets it."""
@@ -22,6 +22,13 @@ NO_SEAT: Final = Seat(-1)
 """What stands for the seat of a process that has none."""
 NO_RANK: Final = Rank(-1)
 """What stands for the rank where there is none."""
+Priority: TypeAlias = Literal["critical", "realtime", "bulk"]
+"""What goes first among messages, calls and groups: `critical`, then `realtime`, then `bulk`."""
+PRIORITIES: Final[tuple[Priority, ...]] = ("critical", "realtime", "bulk")
+"""By class: its name. What covey itself has to say goes before all of them."""
+CRITICAL: Final = 0
+REALTIME: Final = 1
+BULK: Final = 2
 ANY: Final = -1
 """As the rank or tag of a message to receive: every rank, every tag."""
 

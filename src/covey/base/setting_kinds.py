@@ -11,6 +11,7 @@ import re
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from covey.base.errors import ConfigError
+from covey.base.numbers import PRIORITIES
 
 YEAR_SECONDS: Final = 365 * 86400.0
 _BYTE_UNITS: Final = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -251,6 +252,13 @@ def check_timeout(timeout: float, what: str = "timeout") -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or math.isnan(timeout) or timeout <= 0:
         raise ConfigError(f"{what}={timeout!r} must be a number of seconds above 0")
     return min(float(timeout), YEAR_SECONDS)
+
+
+def check_priority(priority: str) -> int:
+    """Return the class of a priority; raise ConfigError unless it is one of PRIORITIES."""
+    if priority not in PRIORITIES:
+        raise ConfigError(f"priority={priority!r} must be one of {', '.join(map(repr, PRIORITIES))}")
+    return PRIORITIES.index(priority)
 
 
 def show_bytes(count: int) -> str:

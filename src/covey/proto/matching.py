@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 import numpy as np
 
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
-from covey.base.numbers import ANY
+from covey.base.numbers import ANY, BULK, REALTIME
 from covey.proto.message import (
     ArrivingMessage,
     MessageInfo,
@@ -77,9 +77,19 @@ class Matcher:
     # Operations
 
     def send(
-        self, view: memoryview, peer: int, tag: int, *, dtype_code: int, shape: tuple[int, ...], is_object: bool
+        self,
+        view: memoryview,
+        peer: int,
+        tag: int,
+        *,
+        dtype_code: int,
+        shape: tuple[int, ...],
+        is_object: bool,
+        priority: int = BULK,
     ) -> MessageSend:
         """Begin to send a message to `peer`; `view` is read until the send is over.
+
+        It overtakes messages of lower classes that wait, also those with its tag.
 
         Raises:
             ConfigError: there is no such rank or tag.
@@ -87,7 +97,7 @@ class Matcher:
         _check(peer, tag, self.size, may_be_any=False)
         if len(shape) > wire.MAX_MESSAGE_NDIM:
             raise ConfigError(f"an array of {len(shape)} dimensions; covey sends up to {wire.MAX_MESSAGE_NDIM}")
-        send = MessageSend(view, peer, tag, dtype_code, shape, is_object)
+        send = MessageSend(view, peer, tag, dtype_code, shape, is_object, priority)
         if peer == self.rank:
             self._send_to_self(send)
         elif (failure := self._failures.errors.get(peer)) is not None:
@@ -96,11 +106,11 @@ class Matcher:
             self.link(peer).send(send)
         return send
 
-    def tell(self, data: bytes, peer: int, tag: int) -> None:
+    def tell(self, data: bytes, peer: int, tag: int, priority: int = REALTIME) -> None:
         """Send a message for which the driver needs no operation. Raises what `send` does."""
         link = self._links.get(peer)
-        if link is None or not link.tell(data, tag):
-            self.send(memoryview(data), peer, tag, dtype_code=0, shape=(), is_object=True)
+        if link is None or not link.tell(data, tag, priority):
+            self.send(memoryview(data), peer, tag, dtype_code=0, shape=(), is_object=True, priority=priority)
 
     def receive(
         self,
@@ -304,7 +314,7 @@ class Matcher:
         """Tell all peers that nothing follows."""
         for peer, link in self._links.items():
             if peer not in self._failures.errors:
-                link.push(MessageHeader(wire.END))
+                link.say_end()
 
     # Matching
 

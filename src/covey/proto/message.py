@@ -8,7 +8,7 @@ import numpy as np
 
 from covey.base.arithmetic import DTYPES
 from covey.base.errors import MismatchError, PeerLostError
-from covey.base.numbers import ANY
+from covey.base.numbers import ANY, BULK
 from covey.proto.message_stream import Landing, Payload
 from covey.wire import message_header as wire
 from covey.wire.message_header import MessageHeader
@@ -50,9 +50,16 @@ class MessageSend(Payload):
     __slots__ = ("dtype_code", "error", "is_cleared", "is_object", "peer", "shape", "tag")
 
     def __init__(
-        self, view: memoryview, peer: int, tag: int, dtype_code: int, shape: tuple[int, ...], is_object: bool
+        self,
+        view: memoryview,
+        peer: int,
+        tag: int,
+        dtype_code: int,
+        shape: tuple[int, ...],
+        is_object: bool,
+        priority: int = BULK,
     ) -> None:
-        super().__init__(view)
+        super().__init__(view, priority)
         self.peer, self.tag = peer, tag
         self.dtype_code, self.shape, self.is_object = (0, (), True) if is_object else (dtype_code, shape, False)
         self.is_cleared = False

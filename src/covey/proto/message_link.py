@@ -6,10 +6,12 @@ then sends wait until the peer gives credit back. What no correct peer sends rai
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import PRIORITIES
 from covey.base.settings import SETTINGS
 from covey.proto.message import HEADER_COST, ArrivingMessage, MessageSend, Operation, Receive
 from covey.proto.message_stream import Inlet, Landing, Outlet, Payload
@@ -74,6 +76,16 @@ class UnfinishedMessage(NamedTuple):
     """Of a receive: the bytes of the present DATA frame that are still to come."""
 
 
+class _Copied(NamedTuple):
+    """A small message whose frame waits for room in the line."""
+
+    payload: bytes
+    tag: int
+    is_object: bool
+    dtype_code: int
+    shape: tuple[int, ...]
+
+
 class MessageHost(Protocol):
     """What the links of one rank share."""
 
@@ -108,7 +120,7 @@ class MessageLink:
         self._peer, self._host = peer, host
         self._sizes = host.sizes
         self._credit_batch = host.sizes.credit_batch
-        self.outlet = Outlet(self._payload_arrived, peer, host.ready)
+        self.outlet = Outlet(self._payload_arrived, self._next_frame, peer, host.ready)
         self.inlet = Inlet(
             self._begin, self._landed, self._resumed, self._heard, host.sizes.eager_bytes, listened=host.listened
         )
@@ -120,8 +132,10 @@ class MessageLink:
         self._next_id = 0
         self._used = 0
         """Credit taken: bytes announced for which no credit came back."""
-        self._waiting: deque[MessageSend] = deque()
-        """Not announced: no credit."""
+        self._waiting: tuple[deque[MessageSend], ...] = tuple(deque() for _ in PRIORITIES)
+        """By class: not announced, because there is no credit."""
+        self._frames: tuple[deque[MessageSend | _Copied], ...] = tuple(deque() for _ in PRIORITIES)
+        """By class: what has credit, and no number yet, because the line has no room."""
         self._announced: dict[int, MessageSend] = {}
         """By message id: large messages whose header was sent and whose payload has not arrived."""
         # From the peer.
@@ -186,7 +200,7 @@ class MessageLink:
         """
         outlet, inlet = self.outlet, self.inlet
         is_quiet = outlet.is_idle and inlet.is_between_frames and not (self.is_over or self.is_failed)
-        if not is_quiet or self._waiting or self._announced or self._incomplete:
+        if not is_quiet or any(self._waiting) or self._announced or self._incomplete:
             return None
         return LentStreams(
             self._next_id,
@@ -244,10 +258,15 @@ class MessageLink:
     def fail(self, error: BaseException) -> Iterable[ArrivingMessage]:
         """Give the peer up and end all sends to it; return the messages whose payload will not come."""
         self.is_failed = True
-        for send in [*self._announced.values(), *self._waiting]:
+        queued = [each for queue in self._frames for each in queue if isinstance(each, MessageSend)]
+        for send in [*self._announced.values(), *queued, *itertools.chain(*self._waiting)]:
             self._host.end(send, error)
         arrivals = self._incomplete.values()
-        self._announced, self._waiting, self._incomplete = {}, deque(), {}
+        self._announced, self._incomplete = {}, {}
+        for waiting in self._waiting:
+            waiting.clear()
+        for frames in self._frames:
+            frames.clear()
         self.outlet.clear()
         return arrivals
 
@@ -255,42 +274,77 @@ class MessageLink:
 
     def send(self, send: MessageSend) -> None:
         """Announce a message, as soon as there is credit."""
-        self._waiting.append(send)
+        self._waiting[send.priority].append(send)
         self._announce()
 
-    def tell(self, data: bytes, tag: int) -> bool:
+    def tell(self, data: bytes, tag: int, priority: int) -> bool:
         """Send a small message, if that needs no operation: there is credit, and the peer is not gone."""
         size = len(data)
         if self.is_failed or self._used >= self._sizes.credit_bytes or size > self._sizes.eager_bytes:
             return False  # while sends wait, there is no credit, so it overtakes none of them
         self._used += HEADER_COST + size
-        self.outlet.push(wire.pack_small(tag, self._next_id, size) + data)
-        self._next_id += 1
+        if self.outlet.push_if_clear(wire.pack_small(tag, self._next_id, size) + data):
+            self._next_id += 1
+        else:
+            self._frames[priority].append(_Copied(data, tag, True, 0, ()))
+            self.outlet.queue_frame()
         return True
 
     def withdraw(self, send: MessageSend) -> bool:
         """Cancel a send; False if it was announced already."""
-        if send not in self._waiting:
+        waiting = self._waiting[send.priority]
+        if send not in waiting:
             return False
-        self._waiting.remove(send)
+        waiting.remove(send)
         return True
+
+    def say_end(self) -> None:
+        """Tell the peer that nothing follows."""
+        self.outlet.push_frames()
+        self.push(MessageHeader(wire.END))
 
     def push(self, header: MessageHeader) -> None:
         """Send a frame without a payload."""
         self.outlet.push(wire.encode(header))
 
     def _announce(self) -> None:
-        while self._waiting and self._used < self._sizes.credit_bytes:
-            send = self._waiting.popleft()
-            send.message_id, self._next_id = self._next_id, self._next_id + 1
-            self._used += HEADER_COST
-            if len(send.view) <= self._sizes.eager_bytes:
-                self._used += len(send.view)
-                self.outlet.push(send.header(wire.EAGER) + send.view)
-                self._host.end(send)
-            else:
-                self._announced[send.message_id] = send
-                self.outlet.push(send.header(wire.RTS))
+        for waiting in self._waiting:
+            while waiting and self._used < self._sizes.credit_bytes:
+                self._announce_one(waiting.popleft())
+
+    def _announce_one(self, send: MessageSend) -> None:
+        is_small = len(send.view) <= self._sizes.eager_bytes
+        self._used += HEADER_COST + (len(send.view) if is_small else 0)
+        if self.outlet.is_clear:
+            self.outlet.push(self._numbered(send))
+        else:
+            frame: MessageSend | _Copied = send
+            if is_small:
+                frame = _Copied(bytes(send.view), send.tag, send.is_object, send.dtype_code, send.shape)
+            self._frames[send.priority].append(frame)
+            self.outlet.queue_frame()
+        if is_small:
+            self._host.end(send)
+
+    def _next_frame(self, least: int) -> bytes | None:
+        """Return the frame of the next message of a class, or of one above it."""
+        for queue in self._frames[: least + 1]:
+            if queue:
+                return self._numbered(queue.popleft())
+        return None
+
+    def _numbered(self, message: MessageSend | _Copied) -> bytes:
+        """Return the frame of a message, with the next number: messages have them in the order of their frames."""
+        message_id, self._next_id = self._next_id, self._next_id + 1
+        if isinstance(message, _Copied):
+            payload, tag, is_object, code, shape = message
+            header = MessageHeader(wire.EAGER, message_id, len(payload), tag, is_object, code, shape)
+            return wire.encode(header) + payload
+        message.message_id = message_id
+        if len(message.view) <= self._sizes.eager_bytes:
+            return message.header(wire.EAGER) + message.view
+        self._announced[message_id] = message
+        return message.header(wire.RTS)
 
     def _payload_arrived(self, payload: Payload) -> None:
         assert isinstance(payload, MessageSend)

@@ -8,11 +8,13 @@ again. So every byte of a stream arrives exactly once, in order, however often t
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import BULK, PRIORITIES
 from covey.wire import message_header as wire
 from covey.wire.message_header import MessageHeader
 
@@ -23,11 +25,15 @@ PAYLOAD_PIECE_BYTES: Final = 1024 * 1024
 """Larger payloads are cut into pieces of this size; a small frame waits for one piece at most."""
 SHORT_PIECE_BYTES: Final = 128 * 1024
 """The size of pieces while something more urgent moves elsewhere: to encrypt one holds up all threads."""
+HURRIED_PIECE_BYTES: Final = 8 * 1024
+"""The size of pieces while the stream itself carries something more urgent."""
 
 _PIECE_AHEAD_BYTES: Final = 4096
 """How much is read past the end of a piece: enough for the next headers, little enough to copy."""
 _GATHER: Final = 64
 """Buffers offered to one send call."""
+_FRAMES_BYTES: Final = 64 * 1024
+"""No further frame of a message is put into the line while it has so much."""
 
 
 class Landing:
@@ -159,12 +165,12 @@ class Inlet:
 
 
 class Payload:
-    """A large payload that is sent in pieces: `view[:moved]` is split already."""
+    """A large payload that is sent in pieces: `view[:moved]` is split already. `priority` is its class."""
 
-    __slots__ = ("message_id", "moved", "view")
+    __slots__ = ("message_id", "moved", "priority", "view")
 
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
+    def __init__(self, view: memoryview, priority: int = BULK) -> None:
+        self.view, self.priority = view, priority
         self.message_id = 0
         self.moved = 0
 
@@ -182,16 +188,30 @@ _data_of: Callable[[_Item], bytes | memoryview] = operator.itemgetter(0)
 
 
 class Outlet:
-    """Queues small frames and pieces of large payloads in order of arrival; payloads take turns piece by piece."""
+    """Queues small frames and pieces of large payloads; payloads of a class take turns piece by piece.
 
-    def __init__(self, arrived: Callable[[Payload], None], peer: int, ready: set[int]) -> None:
+    A class is served only while those above it have nothing to send. What is in the line stays there: a few frames, and
+    one piece. So the frames of messages wait with the owner of the outlet, in order of their classes, until the line
+    has room; frames about the streams themselves go into the line at once.
+    """
+
+    def __init__(
+        self,
+        arrived: Callable[[Payload], None],
+        next_frame: Callable[[int], bytes | None],
+        peer: int,
+        ready: set[int],
+    ) -> None:
         """`arrived(payload)` is called when the peer has acknowledged the last piece of a payload.
 
-        The peer is in `ready` while there are bytes that may be sent now: what `buffers` returns.
+        `next_frame(least)` returns the next frame of a message of the class `least`, or of one above it, if there is
+        one. The peer is in `ready` while there are bytes that may be sent now: what `buffers` returns.
         """
-        self._arrived, self._peer, self._ready = arrived, peer, ready
-        self.has_short_pieces = False
-        """Whether payloads are cut into pieces of SHORT_PIECE_BYTES from now on."""
+        self._arrived, self._next_frame, self._peer, self._ready = arrived, next_frame, peer, ready
+        self.piece_bytes = PAYLOAD_PIECE_BYTES
+        """Payloads are cut into pieces of this size from now on."""
+        self._frames = 0
+        """Frames of messages that wait with the owner."""
         self._line: deque[_Item] = deque()
         """Items to send."""
         self._at = 0
@@ -206,7 +226,10 @@ class Outlet:
         """The bytes of the stream that may be sent: a sealed socket reports them only with the whole record."""
         self._has = 0
         """The bytes of the stream that the peer is known to have."""
-        self._moving: deque[Payload] = deque()
+        self._moving: tuple[deque[Payload], ...] = tuple(deque() for _ in PRIORITIES)
+        """By class."""
+        self._payloads = 0
+        """How many there are in all."""
         self._pieces = 0
         """Pieces in the line; none is added while there are any."""
         self._takes_pieces = True
@@ -218,7 +241,12 @@ class Outlet:
     @property
     def has_unsent(self) -> bool:
         """Whether there are bytes that were not sent yet, or have to be sent again."""
-        return bool(self._line) or (bool(self._moving) and self._takes_pieces)
+        return bool(self._line or self._frames or (self._payloads and self._takes_pieces))
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the frame of a message may go into the line at once: none waits, and nothing is in front of it."""
+        return not (self._line or self._frames)
 
     @property
     def arrived(self) -> int:
@@ -238,7 +266,8 @@ class Outlet:
     @property
     def is_idle(self) -> bool:
         """Whether there is a connection and everything was sent on it."""
-        return self._flows and not self._resume_frame and not self._moving and not self._line and not self._at
+        is_flowing = self._flows and not self._resume_frame
+        return is_flowing and not (self._payloads or self._frames or self._line or self._at)
 
     def passed(self, sent: int, arrived: int, kept: bytes) -> None:
         """Take note that the stream went on by other means while this was idle.
@@ -255,9 +284,9 @@ class Outlet:
 
     def go_on(self, payload: Payload, count: int) -> None:
         """Send a payload of whose frames the first `count` bytes have passed by other means, after `passed`."""
-        self.has_short_pieces = False
+        self.piece_bytes = PAYLOAD_PIECE_BYTES
         self.move(payload)
-        while count and self._moving:
+        while count and self._payloads:
             self._cut_piece()
             taken = min(count, sum(len(item.data) for item in self._line))
             self._offered = self._sent + taken
@@ -324,23 +353,45 @@ class Outlet:
         if self._flows:
             self._ready.add(self._peer)
 
+    def push_if_clear(self, frame: bytes) -> bool:
+        """Append a frame if nothing is in front of it, as `is_clear` says; return whether it was."""
+        if self._line or self._frames:
+            return False
+        self._line.append(_Item(frame))
+        if self._flows:
+            self._ready.add(self._peer)
+        return True
+
+    def queue_frame(self) -> None:
+        """Take note that one more frame of a message waits."""
+        self._frames += 1
+        if self._flows:
+            self._ready.add(self._peer)
+
+    def push_frames(self) -> None:
+        """Put all frames that wait into the line, whatever it has: nothing follows them."""
+        self._take_frames(BULK, math.inf)
+
     def move(self, payload: Payload) -> None:
-        """Send a payload in pieces, in turn with other payloads."""
-        self._moving.append(payload)
+        """Send a payload in pieces, in turn with other payloads of its class."""
+        self._moving[payload.priority].append(payload)
+        self._payloads += 1
         if self._flows and self._takes_pieces:
             self._ready.add(self._peer)
 
     def finish_line(self) -> None:
         """Start no further piece, so that the stream can end after a whole frame."""
         self._takes_pieces = False
-        if not self._resume_frame and not self._line:
+        if not self._resume_frame and self.is_clear:
             self._ready.discard(self._peer)
 
     def clear(self) -> None:
         """Drop everything: nothing is sent any more."""
         self._line.clear()
         self._unacknowledged.clear()
-        self._moving.clear()
+        self._frames = self._payloads = 0
+        for payloads in self._moving:
+            payloads.clear()
         self.lane_ended()
 
     def buffers(self) -> list[bytes | memoryview]:
@@ -349,7 +400,10 @@ class Outlet:
             return [self._resume_frame]
         if not self._flows:
             return []
-        if self._moving and not self._pieces and self._takes_pieces:
+        if self._frames:
+            moving = next((c for c, payloads in enumerate(self._moving) if payloads), BULK)
+            self._take_frames(moving if self._takes_pieces else BULK, _FRAMES_BYTES)
+        if self._payloads and not self._pieces and self._takes_pieces:
             self._cut_piece()
         buffers = list(map(_data_of, itertools.islice(self._line, _GATHER)))
         if self._at:
@@ -357,17 +411,27 @@ class Outlet:
         self._offered = max(self._offered, self._sent + sum(map(len, buffers)))
         return buffers
 
+    def _take_frames(self, least: int, most: float) -> None:
+        """Put frames of the class `least`, and of those above it, into the line, until it has `most` bytes."""
+        taken = sum(len(item.data) for item in self._line if item.payload is None)
+        while self._frames and taken < most and (frame := self._next_frame(least)) is not None:
+            self._frames -= 1
+            self._line.append(_Item(frame))
+            taken += len(frame)
+
     def _cut_piece(self) -> None:
-        payload = self._moving.popleft()
-        most = min(PAYLOAD_PIECE_BYTES, SHORT_PIECE_BYTES) if self.has_short_pieces else PAYLOAD_PIECE_BYTES
-        piece = payload.view[payload.moved : payload.moved + most]
+        payloads = next(payloads for payloads in self._moving if payloads)
+        payload = payloads.popleft()
+        piece = payload.view[payload.moved : payload.moved + min(PAYLOAD_PIECE_BYTES, self.piece_bytes)]
         payload.moved += len(piece)
         is_last = payload.moved == len(payload.view)
         self.push(wire.encode(MessageHeader(wire.DATA, payload.message_id, len(piece))))
         self._line.append(_Item(piece, payload, is_last))
         self._pieces += 1
-        if not is_last:
-            self._moving.append(payload)
+        if is_last:
+            self._payloads -= 1
+        else:
+            payloads.append(payload)
 
     def advance(self, count: int) -> None:
         """Take note that the first `count` bytes of `buffers()` were sent."""
@@ -387,5 +451,5 @@ class Outlet:
                 self._pieces -= 1
         if self._has > self._start:  # acknowledged before the socket reported it as sent
             self._drop_arrived(self._unacknowledged)
-        if not line and not (self._moving and self._takes_pieces):
+        if not (line or self._frames or (self._payloads and self._takes_pieces)):
             self._ready.discard(self._peer)

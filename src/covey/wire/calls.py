@@ -14,6 +14,7 @@ from typing import Annotated, Final
 import msgspec
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import PRIORITIES, REALTIME
 from covey.wire.messages import Story, Text, Worded
 
 CALL_INLINE_BYTES: Final = 48 * 1024
@@ -82,6 +83,8 @@ class CallRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The exported object whose method `name` is; 0 for a registered function."""
     credit: Annotated[int, msgspec.Meta(ge=0, le=CREDIT_LIMIT)] = 0
     """How many items the caller takes at first; 0: it wants one result."""
+    priority: Annotated[int, msgspec.Meta(ge=0, lt=len(PRIORITIES))] = REALTIME
+    """Its class: those above it are served first."""
 
 
 class CallResult(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -8,6 +8,7 @@ import pytest
 from tests.support.in_turn import in_turn
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import BULK, CRITICAL, REALTIME
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
 from covey.proto.calling.effects import CallEnding
@@ -50,7 +51,45 @@ def test_calls_beyond_the_limit_wait_here_and_their_time_runs() -> None:
     assert kinds(core) == ["Conclude"], "it was never sent, so nothing is cancelled there"
     core.received(3, wire.CallResult(1, NOTHING), 60.0)
     (message,) = sent(core)
-    assert (message.number, message.seconds) == (CALLS_LIMIT + 2, 40.0)
+    assert (message.number, message.seconds) == (CALLS_LIMIT + 1, 40.0)
+
+
+def test_of_the_calls_that_wait_those_of_a_higher_class_are_sent_first_and_each_ends_with_its_own_answer() -> None:
+    core = Calling()
+    for _ in range(CALLS_LIMIT):
+        core.outgoing.call(3, "f", NOTHING, 100.0, 0.0)
+    core.effects()
+    classes = (BULK, REALTIME, CRITICAL, BULK, CRITICAL)
+    mine = {core.outgoing.call(3, "f", NOTHING, 100.0, 0.0, priority=each, credit=1): each for each in classes}
+    assert sent(core) == []
+    requests = []
+    for number in range(1, len(mine) + 1):
+        core.received(3, wire.CallResult(number, NOTHING), 1.0)
+        requests += sent(core)
+    assert [each.priority for each in requests] == sorted(classes)
+    assert [each.number for each in requests] == [CALLS_LIMIT + each for each in range(1, 6)], "the other end insists"
+    by_class = sorted(mine, key=lambda number: (mine[number], number))
+    first = core.outgoing
+    first.give_credit(3, by_class[0], 2)
+    assert [message.number for message in sent(core)] == [requests[0].number]
+    for request_sent, number in zip(requests, by_class, strict=True):
+        core.received(3, wire.StreamItem(request_sent.number, NOTHING), 2.0)
+        core.received(3, wire.CallResult(request_sent.number, NOTHING), 2.0)
+        told = [each.number for each in core.effects() if isinstance(each, done.DeliverItem | done.Conclude)]
+        assert told == [number, number]
+    assert len(core.outgoing) == CALLS_LIMIT - len(mine)
+
+
+def test_of_the_calls_that_wait_for_a_handler_those_of_a_higher_class_are_served_first() -> None:
+    core = Calling(handlers=1)
+    for number, priority in enumerate((BULK, BULK, REALTIME, CRITICAL, BULK, CRITICAL), 1):
+        core.received(5, wire.CallRequest(number, "f", 30.0, NOTHING, priority=priority), 0.0)
+    served = []
+    while runs := [effect.number for effect in core.effects() if isinstance(effect, done.RunHandler)]:
+        served += runs
+        core.incoming.finished(5, runs[0], wire.CallResult(runs[0], RESULT))
+    assert served == [1, 4, 6, 3, 2, 5]
+    assert len(core.incoming) == 0
 
 
 def test_a_caller_past_its_deadline_is_told_at_once_and_the_call_stays_open_until_its_answer() -> None:

@@ -430,10 +430,10 @@ def counts_what_has_not_come(advance: Any) -> Any:
 
 
 def tells_without_credit(tell: Any) -> Any:
-    def mutant(self: MessageLink, data: bytes, tag: int) -> bool:
+    def mutant(self: MessageLink, data: bytes, tag: int, priority: int) -> bool:
         used, self._used = self._used, 0
         try:
-            return bool(tell(self, data, tag))
+            return bool(tell(self, data, tag, priority))
         finally:
             self._used += used
 

@@ -5,6 +5,9 @@ And what it can do with one: space out what it sends, and send on in spite of lo
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import socket
 import struct
 import sys
@@ -55,6 +58,8 @@ _RETRANSMITTED: Final = struct.Struct("=100xI32xI")
 """tcpi_total_retrans and tcpi_segs_out: packets that were sent again, and all."""
 _UNKNOWN: Final = 0xFFFFFFFF
 """What the kernel says of a round trip that it has not measured."""
+_SIOCOUTQNSD: Final = 0x894B
+"""Of Linux: asks for the bytes that were not sent."""
 _SO_MAX_PACING_RATE: Final = 47
 """Of Linux; the socket module has no name for it."""
 LEAST_SPEED_BYTES: Final = 1 << 20
@@ -282,6 +287,23 @@ UNPACED: Final = 2 ** (8 * struct.calcsize("@L")) - 1
 def pace(sock: socket.socket, bytes_per_second: int) -> None:
     """Let the kernel space out what a connection sends; OSError if it cannot, or if the socket is closed."""
     sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("@L", bytes_per_second))
+
+
+def limit_unsent(descriptor: int, most: int) -> None:
+    """Let the kernel take more of a TCP connection only while it has not sent less than `most` bytes; 0: no limit.
+
+    Does nothing where that is not possible.
+    """
+    with contextlib.suppress(AttributeError, OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, most)
+
+
+def unsent_bytes(descriptor: int) -> int:
+    """Return how many bytes of a connection the kernel has not sent yet; 0 if that is not known."""
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(descriptor, _SIOCOUTQNSD, bytes(4)))[0])
+    except OSError:
+        return 0
 
 
 def can_pace() -> bool:

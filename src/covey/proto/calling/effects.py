@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from covey.base.numbers import REALTIME
+
 if TYPE_CHECKING:
     from covey.wire.calls import CallFailure, CallMessage, CallPayload, CallRequest, CallResult
 
@@ -27,6 +29,8 @@ class SendMessage(NamedTuple):
     message: CallMessage
     parts: Any = None
     """What the driver gave with the payload, if the parts are not in the message."""
+    priority: int = REALTIME
+    """The class of the parts."""
 
 
 class FetchParts(NamedTuple):

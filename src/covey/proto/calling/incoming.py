@@ -29,7 +29,7 @@ from covey.proto.calling.effects import (
     StopHandler,
 )
 from covey.proto.calling.outgoing import CALLS_LIMIT
-from covey.proto.calling.turns import Deadlines, FairQueue, HandlerShares
+from covey.proto.calling.turns import ClassedQueue, Deadlines, FairQueue, HandlerShares
 from covey.wire import calls as wire
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class IncomingCalls:
         """By peer: calls without an answer."""
         self._last: dict[int, int] = {}
         """By peer: the number of its last call."""
-        self._for_memory: FairQueue[_Served] = FairQueue()
-        self._for_handler: FairQueue[_Served] = FairQueue()
+        self._for_memory: ClassedQueue[_Served] = ClassedQueue()
+        self._for_handler: ClassedQueue[_Served] = ClassedQueue()
         self._answered: FairQueue[_Served] = FairQueue()
         """Answered calls that wait to be left over."""
         self._held_bytes = 0
@@ -160,9 +160,9 @@ class IncomingCalls:
             self._fail(served, wire.TOO_LARGE, text)
         elif request.payload.sizes:
             served.state = _CallState.WAITS_FOR_MEMORY
-            self._for_memory.push(peer, served)
+            self._for_memory.push(peer, served, request.priority)
             self._proceed()
-        elif self._for_handler.lines or not self._handlers.take(peer):
+        elif self._for_handler.count or not self._handlers.take(peer):
             self._queue(served)
             self._proceed()
         else:
@@ -221,7 +221,7 @@ class IncomingCalls:
             self._leave_over(served, _CallState.UNCLOSED)
         else:
             served.credit -= 1
-            self._effects.append(SendMessage(peer, wire.StreamItem(number, payload), parts))
+            self._effects.append(SendMessage(peer, wire.StreamItem(number, payload), parts, served.request.priority))
             if served.credit:
                 self._queue(served)
             else:
@@ -238,10 +238,10 @@ class IncomingCalls:
         if not served.is_answered:
             if answer is None:
                 answer = wire.CallFailure(number, wire.CANCELLED, "", "the handler was cancelled")
-            self._effects.append(SendMessage(peer, answer, parts))
+            self._effects.append(SendMessage(peer, answer, parts, served.request.priority))
             self._note_answer(served)
         self._forget(served)
-        if self._for_memory.lines or self._for_handler.lines or self._answered.lines:
+        if self._for_memory.count or self._for_handler.count or self._answered.lines:
             self._proceed()
 
     def tick(self, now: float) -> None:
@@ -332,7 +332,7 @@ class IncomingCalls:
 
     def _queue(self, served: _Served) -> None:
         served.state = _CallState.READY
-        self._for_handler.push(served.peer, served)
+        self._for_handler.push(served.peer, served, served.request.priority)
 
     def _leave_over(self, served: _Served, state: _CallState) -> None:
         """Let an answered call wait until it may be left over."""

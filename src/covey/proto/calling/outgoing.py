@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import RemoteProtocolError
+from covey.base.numbers import REALTIME
 from covey.proto.calling.effects import (
     CallEffect,
     CallEnding,
@@ -38,6 +39,7 @@ class _Made:
 
     peer: int
     number: int
+    """What this node calls it."""
     name: str
     payload: wire.CallPayload
     parts: Any
@@ -46,6 +48,9 @@ class _Made:
     credit: int
     """The items of a stream that may still come; 0 if there are none, or it is no stream."""
     is_stream: bool
+    priority: int = REALTIME
+    sent_as: int = 0
+    """Its number in messages: those of requests grow. 0 while it waits."""
     is_concluded: bool = False
     """Whether the caller has its outcome."""
 
@@ -56,10 +61,15 @@ class OutgoingCalls:
     def __init__(self, effects: deque[CallEffect]) -> None:
         self._effects = effects
         self._numbers: dict[int, int] = {}
+        """By peer: the number of the last call."""
+        self._sent: dict[int, int] = {}
         """By peer: the number of the last request."""
-        self._waiting: dict[int, dict[int, _Made]] = {}
-        """By peer and number: calls whose requests are not sent yet, in order."""
+        self._waiting: dict[int, tuple[dict[int, _Made], ...]] = {}
+        """By peer, class and number: calls whose requests are not sent yet, in order."""
         self._open: dict[tuple[int, int], _Made] = {}
+        """By peer and number in messages."""
+        self._by_number: dict[tuple[int, int], _Made] = {}
+        """The same calls by peer and number here."""
         self._open_to: dict[int, int] = {}
         self._fetching: dict[tuple[int, int], wire.CallResult] = {}
         """Results whose parts are on the way."""
@@ -68,7 +78,7 @@ class OutgoingCalls:
         self.deadlines = Deadlines()
 
     def __len__(self) -> int:
-        return len(self._open) + sum(map(len, self._waiting.values()))
+        return len(self._open) + sum(len(waiting) for classes in self._waiting.values() for waiting in classes)
 
     def call(
         self,
@@ -81,40 +91,48 @@ class OutgoingCalls:
         parts: Any = None,
         target: int = 0,
         credit: int = 0,
+        priority: int = REALTIME,
     ) -> int:
         """Make a call, with `credit` a stream of that many items at first; return its number."""
         number = self._numbers[peer] = self._numbers.get(peer, 0) + 1
-        made = _Made(peer, number, name, payload, parts, deadline, target, credit, is_stream=credit > 0)
+        made = _Made(peer, number, name, payload, parts, deadline, target, credit, credit > 0, priority)
         if peer in self._lost:
             self._conclude(made, self._lost[peer])
             return number
-        self._waiting.setdefault(peer, {})[number] = made
+        if peer not in self._waiting:
+            self._waiting[peer] = ({}, {}, {})
+        self._waiting[peer][priority][number] = made
         self.deadlines.add((peer, number), deadline)
         self._send_waiting(peer, now)
         return number
 
     def _send_waiting(self, peer: int, now: float) -> None:
-        waiting = self._waiting.get(peer, {})
-        while waiting and self._open_to.get(peer, 0) < CALLS_LIMIT:
+        classes = self._waiting.get(peer, ())
+        while self._open_to.get(peer, 0) < CALLS_LIMIT:
+            if (waiting := next(filter(None, classes), None)) is None:
+                break
             made = waiting.pop(next(iter(waiting)))
-            self._open[peer, made.number] = made
+            made.sent_as = number = self._sent[peer] = self._sent.get(peer, 0) + 1
+            self._open[peer, number] = self._by_number[peer, made.number] = made
             self._open_to[peer] = self._open_to.get(peer, 0) + 1
             left = max(0.0, made.deadline - now)
-            request = wire.CallRequest(made.number, made.name, left, made.payload, made.target, made.credit)
-            self._effects.append(SendMessage(peer, request, made.parts))
+            request = wire.CallRequest(number, made.name, left, made.payload, made.target, made.credit, made.priority)
+            self._effects.append(SendMessage(peer, request, made.parts, made.priority))
             made.payload, made.parts = _NO_PAYLOAD, None
-        if not waiting:
+        if not any(classes):
             self._waiting.pop(peer, None)
 
     def cancel(self, peer: int, number: int, why: CallEnding) -> bool:
         """End a call for its caller; return False if it had ended already."""
-        if (made := self._open.get((peer, number))) is not None:
+        if (made := self._by_number.get((peer, number))) is not None:
             if made.is_concluded:
                 return False
-            if (peer, number) not in self._fetching:
-                self._effects.append(SendMessage(peer, wire.CallCancel(number)))
-        elif (made := self._waiting.get(peer, {}).pop(number, None)) is None:
-            return False
+            if (peer, made.sent_as) not in self._fetching:
+                self._effects.append(SendMessage(peer, wire.CallCancel(made.sent_as)))
+        else:
+            found = (waiting.pop(number, None) for waiting in self._waiting.get(peer, ()))
+            if (made := next(filter(None, found), None)) is None:
+                return False
         self._conclude(made, why)
         return True
 
@@ -161,16 +179,16 @@ class OutgoingCalls:
             raise RemoteProtocolError(f"an item of stream {message.number}, which was not asked for")
         made.credit -= 1
         if not made.is_concluded:
-            self._effects.append(DeliverItem(peer, message.number, message.payload))
+            self._effects.append(DeliverItem(peer, made.number, message.payload))
         elif message.payload.sizes:
             self._effects.append(RefuseParts(peer, message.number, message.payload.sizes, is_answer=True))
 
     def give_credit(self, peer: int, number: int, items: int) -> None:
         """Ask for more items of a stream; does nothing if it has ended."""
-        made = self._open.get((peer, number))
+        made = self._by_number.get((peer, number))
         if made is not None and made.is_stream and not made.is_concluded:
             made.credit += items
-            self._effects.append(SendMessage(peer, wire.StreamCredit(number, items)))
+            self._effects.append(SendMessage(peer, wire.StreamCredit(made.sent_as, items)))
 
     def tick(self, now: float) -> None:
         """End the calls whose deadline has passed."""
@@ -182,8 +200,9 @@ class OutgoingCalls:
         self._lost.setdefault(peer, why)
         for made in [*self._of(peer)]:
             self._conclude(made, why)
-            self._open.pop((peer, made.number), None)
-            self._fetching.pop((peer, made.number), None)
+            self._open.pop((peer, made.sent_as), None)
+            self._by_number.pop((peer, made.number), None)
+            self._fetching.pop((peer, made.sent_as), None)
         self._waiting.pop(peer, None)
         self._open_to.pop(peer, None)
 
@@ -194,7 +213,8 @@ class OutgoingCalls:
 
     def _of(self, peer: int) -> Iterator[_Made]:
         yield from (made for (other, _), made in self._open.items() if other == peer)
-        yield from self._waiting.get(peer, {}).values()
+        for waiting in self._waiting.get(peer, ()):
+            yield from waiting.values()
 
     def _conclude(
         self, made: _Made, outcome: wire.CallResult | wire.CallFailure | CallEnding, parts: Any = None
@@ -205,7 +225,7 @@ class OutgoingCalls:
             self._effects.append(Conclude(made.peer, made.number, outcome, parts))
 
     def _close(self, made: _Made, now: float) -> None:
-        del self._open[made.peer, made.number]
+        del self._open[made.peer, made.sent_as], self._by_number[made.peer, made.number]
         self._open_to[made.peer] -= 1
         if not self._open_to[made.peer]:
             del self._open_to[made.peer]

@@ -7,6 +7,8 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 
+from covey.base.numbers import PRIORITIES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -90,6 +92,42 @@ class FairQueue(Generic[T]):
     def of(self, peer: int) -> list[T]:
         """Return the items of a peer, in order."""
         return list(self.lines.get(peer, ()))
+
+
+class ClassedQueue(Generic[T]):
+    """Items by class and peer: those of a class come after those of the classes above it that may be served."""
+
+    def __init__(self) -> None:
+        self._classes: tuple[FairQueue[T], ...] = tuple(FairQueue() for _ in PRIORITIES)
+        self.count = 0
+        """How many items there are."""
+
+    def push(self, peer: int, item: T, priority: int) -> None:
+        """Add an item at the end of a peer's line of its class."""
+        self._classes[priority].push(peer, item)
+        self.count += 1
+
+    def pop(self, may_serve: Callable[[int, T], bool]) -> T | None:
+        """Remove and return the next item that may be served, or None."""
+        if self.count:
+            for queue in self._classes:
+                if queue.lines and (item := queue.pop(may_serve)) is not None:
+                    self.count -= 1
+                    return item
+        return None
+
+    def remove(self, peer: int, item: T) -> None:
+        """Remove an item that is in the queue."""
+        next(queue for queue in self._classes if item in queue.of(peer)).remove(peer, item)
+        self.count -= 1
+
+    def peers(self) -> list[int]:
+        """Return the peers that have items here."""
+        return list(dict.fromkeys(peer for queue in self._classes for peer in queue.lines))
+
+    def of(self, peer: int) -> list[T]:
+        """Return the items of a peer, in order."""
+        return [item for queue in self._classes for item in queue.of(peer)]
 
 
 _SHARE: Final = 3

@@ -140,7 +140,7 @@ class CallLanes:
         `gives_way` tells whether something more urgent moves elsewhere.
         """
         self._spins, self.gives_way = spins, gives_way
-        self.urgency = Urgency.URGENT if gives_way is None else Urgency.PARTS
+        self.urgency = Urgency.CALLS if gives_way is None else Urgency.PARTS
         self.name, self.listener = name, listener
         self.id = int.from_bytes(hashlib.blake2b(f"covey/{name}".encode(), digest_size=8).digest(), "little")
         self.node: CallingNode | None = node

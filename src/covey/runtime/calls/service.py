@@ -20,7 +20,7 @@ from covey.base.errors import (
     CoveyError,
     RemoteProtocolError,
 )
-from covey.base.numbers import Rank, Seat
+from covey.base.numbers import REALTIME, Rank, Seat
 from covey.base.text import printable
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
@@ -135,13 +135,14 @@ class CallService:
         timeout: float | None = None,
         target: int = 0,
         decoder: ValueDecoder = ANY_VALUE,
+        priority: int = REALTIME,
     ) -> Any:
         """Call a function and return its result; see `Node.call`. `rank` is what errors call the peer."""
         made, parts = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
         work: CallWork[Any] = CallWork(made, self)
         try:
             with HeldSignals(self._transport.wake_poll) as held:  # Ctrl-C must not leave a message half sent
-                self._start(peer, name, parts, work, target=target, credit=0)
+                self._start(peer, name, parts, work, target=target, credit=0, priority=priority)
                 self._transport.drive_once(work, held)
             return work.wait()
         except BaseException:  # the call has failed, or the wait was interrupted
@@ -160,12 +161,13 @@ class CallService:
         timeout: float | None = None,
         target: int = 0,
         decoder: ValueDecoder = ANY_VALUE,
+        priority: int = REALTIME,
     ) -> CallWork[Any]:
         """Start a call; see `Node.call_async`."""
         made, parts = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
         work: CallWork[Any] = CallWork(made, self)
         with HeldSignals():
-            self._start(peer, name, parts, work, target=target, credit=0)
+            self._start(peer, name, parts, work, target=target, credit=0, priority=priority)
         self._transport.attend()
         return work
 
@@ -179,12 +181,13 @@ class CallService:
         rank: int,
         timeout: float | None = None,
         decoder: ValueDecoder = ANY_VALUE,
+        priority: int = REALTIME,
     ) -> CallStream[Any]:
         """Start a stream; see `Node.stream`."""
         made, parts = self._prepared("stream", peer, name, args, named, rank, timeout, decoder)
         state = StreamState(made)
         with HeldSignals():
-            number = self._start(peer, name, parts, state, target=0, credit=STREAM_CREDIT)
+            number = self._start(peer, name, parts, state, target=0, credit=STREAM_CREDIT, priority=priority)
         self._transport.attend()
         return CallStream(self, peer, number, state)
 
@@ -224,6 +227,7 @@ class CallService:
         *,
         target: int,
         credit: int,
+        priority: int,
     ) -> int:
         """Make a call; return its number. Signals are held."""
         made, payload, now = call.made, wire.payload_of(parts), time.monotonic()
@@ -236,8 +240,9 @@ class CallService:
             if self._fault is not None and peer != self.seat:
                 raise self.ending_error(made.description)
             number = self._core.outgoing.call(
-                peer, name, payload, now + made.seconds, now, parts=apart, target=target, credit=credit
-            )
+                peer, name, payload, now + made.seconds, now, parts=apart, target=target, credit=credit,
+                priority=priority,
+            )  # fmt: skip
             self.made.calls[peer, number] = call
             if isinstance(call, CallWork):
                 call.key = peer, number
@@ -436,7 +441,7 @@ class CallService:
         if effect.parts is not None:
             assert isinstance(message, wire.CallRequest | wire.CallResult | wire.StreamItem)
             tag = parts_tag(message.number, is_answer=not isinstance(message, wire.CallRequest))
-            self._transport_to(peer).send_parts(peer, tag, effect.parts)
+            self._transport_to(peer).send_parts(peer, tag, effect.parts, effect.priority)
         if peer == self.seat:
             self._loopback.send([(peer, wire.encode_call_message(message))])
         else:

@@ -58,8 +58,11 @@ class CallTransport(Protocol):
     def note_small_call(self) -> None:
         """Let parts of payloads give way for a moment, because a call without parts begins."""
 
-    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
-        """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
+    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int) -> None:
+        """Send the parts of a payload. Their memory is read until the peer has fetched or refused them.
+
+        Those of a class above `priority` overtake them.
+        """
 
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
         """Receive the parts of a payload; `then` gets their memory, None if there is none, or why they do not come.
@@ -146,7 +149,7 @@ class Loopback(BackgroundTransport):
         """Deliver messages here; those to other nodes, of a node that is alone, are dropped."""
         self._listener.heard([(peer, data) for peer, data in messages if peer == self.seat])
 
-    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any]) -> None:
+    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int) -> None:
         """Keep copies of the parts of a payload; before the message that they belong to."""
         self._parts.setdefault(tag, deque()).append([np.frombuffer(part, np.uint8).copy() for part in parts])
 

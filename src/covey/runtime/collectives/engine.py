@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from covey.base.config import check_timeout
 from covey.base.errors import BusyError, ClosedError
-from covey.base.numbers import NO_RANK, OPERATIONS, Rank, Seat
+from covey.base.numbers import BULK, NO_RANK, OPERATIONS, Rank, Seat
 from covey.net.host.descriptors import explained
 from covey.plan.choose import PlanSizes
 from covey.runtime.bell import Bell
@@ -67,11 +67,14 @@ class Engine:
         config: GroupConfig,
         *,
         generation: Generation | None = None,
+        priority: int = BULK,
     ) -> None:
         """`members` are seats of the run, in the order of the group's ranks."""
         survives = generation is not None and config.on_loss == "continue"
         self.roster = roster = GroupRoster(node, members)
-        self.facts = facts = _facts(node, group_id, name, config, generation, roster, survives=survives)
+        self.facts = facts = _facts(
+            node, group_id, name, config, generation, roster, survives=survives, priority=priority
+        )
         self.node, self.generation = node, generation
         """The node of this process; None in a run of one, and in a process that was forked from a member."""
         self.id, self.name, self.config = group_id, name, config
@@ -149,13 +152,25 @@ class Engine:
                 if peer.is_gone:
                     self.reports.peer_gone(peer.seat, left=peer.has_left)
 
-    def subgroup(self, key: str, members: tuple[Seat, ...], name: str, config: GroupConfig | None = None) -> Engine:
-        """Return the engine of a group of some members; each of them makes it with the same `key`. Sends nothing."""
+    def subgroup(
+        self,
+        key: str,
+        members: tuple[Seat, ...],
+        name: str,
+        config: GroupConfig | None = None,
+        *,
+        priority: int | None = None,
+    ) -> Engine:
+        """Return the engine of a group of some members; each of them makes it with the same `key`. Sends nothing.
+
+        Its priority is that of this group, unless another one is given.
+        """
         import hashlib  # slow to load: it loads OpenSSL
 
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         number, used = int.from_bytes(digest, "little"), self.config if config is None else config
-        return Engine(self.node, number, members, name, used, generation=self.generation)
+        priority = self.facts.priority if priority is None else priority
+        return Engine(self.node, number, members, name, used, generation=self.generation, priority=priority)
 
     @property
     def lanes(self) -> Lanes | None:
@@ -316,6 +331,9 @@ class Engine:
     ) -> Any:
         """Run an operation now, on this thread; see `run`. One thread at a time may call this."""
         operation = self.operation
+        if self.facts.priority < BULK and self.node is not None:
+            for seat in self.members:
+                self.node.lanes.limit.note_urgent(seat)
         operation.sequence = sequence = operation.sequence + 1
         self._call_log.enter(sequence, call)
         self._recorder.begin(sequence, call.operation)
@@ -421,6 +439,7 @@ def _facts(
     roster: GroupRoster,
     *,
     survives: bool,
+    priority: int,
 ) -> GroupFacts:
     return GroupFacts(
         group_id,
@@ -439,4 +458,5 @@ def _facts(
         is_native=node is not None and node.lanes.factory.is_native,
         may_spin=roster.has_cores(1),
         has_idle_core=roster.has_cores(2),
+        priority=priority,
     )

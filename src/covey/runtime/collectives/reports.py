@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from covey.base.numbers import Rank
+from covey.base.numbers import BULK, Rank
 from covey.net.host import tcp
 from covey.runtime.fault import Fault
 from covey.runtime.lanes.tuning.urgency import Urgency
@@ -52,7 +52,6 @@ class ControlReports:
     """A group as its node sees it (`lanes.groups`). It may be dropped while a report is under way."""
 
     has_rings = True
-    urgency = Urgency.TENSORS
 
     def __init__(
         self,
@@ -70,6 +69,7 @@ class ControlReports:
         self._group, self._roster, self._operation, self._failure = group, roster, operation, failure
         self._stalls, self._suspicion, self._routing, self._counters = stalls, suspicion, routing, counters
         self.members, self.generation, self.survives = roster.seats, generation, facts.survives
+        self.urgency = Urgency.TENSORS if facts.priority == BULK else Urgency.FIRST
 
     def heard(self, seat: Seat, message: GroupMessage) -> None:
         """Act on a message from the rank in `seat`."""

@@ -61,6 +61,8 @@ class GroupFacts(NamedTuple):
     may_spin: bool
     has_idle_core: bool
     """Whether every rank on this host has a core for itself, and a second one."""
+    priority: int
+    """The class of its operations, and of its messages unless they say otherwise."""
 
 
 class GroupNode(Protocol):

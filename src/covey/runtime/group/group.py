@@ -16,6 +16,8 @@ import numpy as np
 
 from covey.base.config import check_timeout
 from covey.base.errors import CoveyError
+from covey.base.numbers import PRIORITIES
+from covey.base.setting_kinds import check_priority
 from covey.runtime import loop as control
 from covey.runtime.buffers import readable
 from covey.runtime.fault import Fault, describe, ending_error, is_failure
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
     from types import TracebackType
 
+    from covey.base.numbers import Priority
     from covey.base.settings import GroupConfig, OnLoss
     from covey.compress.feedback import ErrorFeedback
     from covey.proto.checkpointing import Checkpoint
@@ -323,20 +326,39 @@ class Group:
     # Subgroups
 
     @overload
-    def split(self, color: int, key: int | None = None, *, timeout: float | None = None) -> Group: ...
+    def split(
+        self, color: int, key: int | None = None, *, priority: Priority | None = None, timeout: float | None = None
+    ) -> Group: ...
 
     @overload
-    def split(self, color: int | None, key: int | None = None, *, timeout: float | None = None) -> Group | None: ...
+    def split(
+        self,
+        color: int | None,
+        key: int | None = None,
+        *,
+        priority: Priority | None = None,
+        timeout: float | None = None,
+    ) -> Group | None: ...
 
-    def split(self, color: int | None, key: int | None = None, *, timeout: float | None = None) -> Group | None:
+    def split(
+        self,
+        color: int | None,
+        key: int | None = None,
+        *,
+        priority: Priority | None = None,
+        timeout: float | None = None,
+    ) -> Group | None:
         """Return a new group of all ranks that passed the same `color`, ordered by `key`, then by rank.
 
         Every rank of this group calls it; a rank that passes None gets None. The new group has its own lanes, order
-        of operations and failures. Another thread may use it at the same time as this group.
+        of operations and failures. Another thread may use it at the same time as this group. With a `priority` above
+        that of other groups, such as "critical", its operations need not wait for theirs: issued with `async_op=True`,
+        both move at the same time, and on slow lines the others leave room. Default: that of this group.
         """
+        agreed = {} if priority is None else {"priority": PRIORITIES[check_priority(priority)]}
         wanted = 0 if color is None else whole_number("color", color)
         choice = np.array([color is not None, wanted, self.rank if key is None else whole_number("key", key)], np.int64)
-        call = self._issuer.call("split", None, None)
+        call = self._issuer.call("split", None, None, **agreed)
         operand = readable(choice)
 
         def body(attempt: Attempt) -> tuple[dict[int, Array], int]:
@@ -351,7 +373,8 @@ class Group:
         chosen.sort(key=lambda rank: (int(choices[rank][2]), rank))
         members = tuple(engine.members[rank] for rank in chosen)
         name = f"{self.name}/{sequence}.{wanted}"
-        made = engine.subgroup(f"{engine.id}/{sequence}/{wanted}", members, name)
+        urgency = None if priority is None else check_priority(priority)
+        made = engine.subgroup(f"{engine.id}/{sequence}/{wanted}", members, name, priority=urgency)
         return Group(made, self._home, local_rank=self._local_rank, parent=self, parent_ranks=tuple(chosen))
 
     def split_by_host(self, *, timeout: float | None = None) -> Group:

@@ -10,7 +10,8 @@ import numpy as np
 from covey.base.arithmetic import DTYPES
 from covey.base.config import check_timeout
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
-from covey.base.numbers import ANY
+from covey.base.numbers import ANY, BULK
+from covey.base.setting_kinds import check_priority
 from covey.net.host.descriptors import explained
 from covey.runtime.buffers import BYTES, Operand, StagedOperand, readable, writable
 from covey.runtime.group.issuer import whole_number
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Unpack
 
+    from covey.base.numbers import Priority
     from covey.proto.message import MessageInfo
     from covey.runtime.buffers import Memory, MemoryT, Values
     from covey.runtime.group.issuer import Issuer
@@ -45,32 +47,71 @@ class Messages:
 
     @overload
     def send(
-        self, x: Sent, dst: int, tag: int = ..., *, timeout: float | None = ..., async_op: Literal[False] = ...
+        self,
+        x: Sent,
+        dst: int,
+        tag: int = ...,
+        *,
+        priority: Priority | None = ...,
+        timeout: float | None = ...,
+        async_op: Literal[False] = ...,
     ) -> None: ...
 
     @overload
     def send(
-        self, x: Sent, dst: int, tag: int = ..., *, timeout: float | None = ..., async_op: Literal[True]
+        self,
+        x: Sent,
+        dst: int,
+        tag: int = ...,
+        *,
+        priority: Priority | None = ...,
+        timeout: float | None = ...,
+        async_op: Literal[True],
     ) -> Work[None]: ...
 
     @overload
-    def send(self, x: Sent, dst: int, tag: int = ..., *, timeout: float | None = ..., async_op: bool) -> Any: ...
+    def send(
+        self,
+        x: Sent,
+        dst: int,
+        tag: int = ...,
+        *,
+        priority: Priority | None = ...,
+        timeout: float | None = ...,
+        async_op: bool,
+    ) -> Any: ...
 
-    def send(self, x: Any, dst: int, tag: int = 0, *, timeout: float | None = None, async_op: bool = False) -> Any:
+    def send(
+        self,
+        x: Any,
+        dst: int,
+        tag: int = 0,
+        *,
+        priority: Priority | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Send an array, or a list of arrays as one message, to rank `dst`; return when `x` may be changed again.
 
         A list is copied; a list of numbers is one array. Messages of up to 64 KiB are sent at once, up to 4 MiB in all
         to a rank that does not receive them; larger ones wait for the matching `recv`. Messages between two ranks with
-        the same tag arrive in order.
+        the same tag and `priority` arrive in order. `critical` ones overtake `realtime` ones, and these `bulk`, which
+        is the default unless the group has another one (`split`): those that wait to be sent.
         """
-        if type(dst) is int and not async_op and (short := self._engine.routing.short.get(dst)) is not None:
+        urgency = self._facts.priority if priority is None else check_priority(priority)
+        if (
+            urgency == BULK
+            and type(dst) is int
+            and not async_op
+            and (short := self._engine.routing.short.get(dst)) is not None
+        ):
             sent = short.send(x, tag, self._facts.config.timeout if timeout is None else check_timeout(timeout))
             if sent is True:
                 return None
             if sent is not False:
                 return self._engine.routing.messenger().go_on(short, sent, dst)
         data, code, shape, is_object = _payload(x)
-        return self._send(data, dst, tag, code, shape, is_object, timeout, async_op)
+        return self._send(data, dst, tag, code, shape, is_object, timeout, async_op, urgency)
 
     @overload
     def recv(
@@ -238,6 +279,7 @@ class Messages:
         tag: int = ...,
         *,
         type: Any = ...,
+        priority: Priority | None = ...,
         async_op: Literal[False] = ...,
         **options: Unpack[ObjectOptions],
     ) -> None: ...
@@ -250,13 +292,22 @@ class Messages:
         tag: int = ...,
         *,
         type: Any = ...,
+        priority: Priority | None = ...,
         async_op: Literal[True],
         **options: Unpack[ObjectOptions],
     ) -> Work[None]: ...
 
     @overload
     def send_object(
-        self, value: Any, dst: int, tag: int = ..., *, type: Any = ..., async_op: bool, **options: Unpack[ObjectOptions]
+        self,
+        value: Any,
+        dst: int,
+        tag: int = ...,
+        *,
+        type: Any = ...,
+        priority: Priority | None = ...,
+        async_op: bool,
+        **options: Unpack[ObjectOptions],
     ) -> Any: ...
 
     def send_object(
@@ -266,18 +317,20 @@ class Messages:
         tag: int = 0,
         *,
         type: Any = None,
+        priority: Priority | None = None,
         allow_pickle: bool = False,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Send a value to rank `dst`; see `broadcast_object` for what values may be.
+        """Send a value to rank `dst`; see `broadcast_object` for what values may be, and `send` for `priority`.
 
         With `type`, `recv_object` must be called with it as well.
         """
         from covey.wire import objects  # slow to load, and many programs send no objects
 
+        urgency = self._facts.priority if priority is None else check_priority(priority)
         data = np.frombuffer(objects.encode(value, type=type, allow_pickle=allow_pickle), np.uint8)
-        return self._send(data, dst, tag, BYTES, data.shape, True, timeout, async_op)
+        return self._send(data, dst, tag, BYTES, data.shape, True, timeout, async_op, urgency)
 
     @overload
     def recv_object(
@@ -363,10 +416,13 @@ class Messages:
         is_object: bool,
         timeout: float | None,
         async_op: bool,
+        priority: int = BULK,
     ) -> Any:
         dst, tag = whole_number("dst", dst), whole_number("tag", tag)
         messenger, deadline = self._messages(timeout)
-        work = messenger.start_send(memoryview(data), dst, tag, code, shape, is_object, deadline)
+        if priority < BULK:
+            self._engine.routing.note_urgent(dst)
+        work = messenger.start_send(memoryview(data), dst, tag, code, shape, is_object, deadline, priority)
         return self._finish_message(work, deadline, async_op, dst)
 
     def receive_short(self, out: Any, src: int, tag: int, timeout: float | None) -> tuple[Any, float | None]:

@@ -11,6 +11,8 @@ import functools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 from covey.base.errors import ConfigError
+from covey.base.numbers import REALTIME
+from covey.base.setting_kinds import check_priority
 from covey.runtime import checks
 from covey.runtime.calls.handlers import Caller, current_caller
 from covey.runtime.events import EVENT_KINDS, check_kinds, follow
@@ -21,7 +23,7 @@ from covey.wire.call_values import ANY_VALUE
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
 
-    from covey.base.numbers import Rank
+    from covey.base.numbers import Priority, Rank
     from covey.runtime.calls.objects import Handle
     from covey.runtime.calls.service import CallService
     from covey.runtime.calls.work import CallStream, CallWork
@@ -265,19 +267,63 @@ class Node:
     def call(self, peer: Peer, function: Callable[..., T], /, *args: Any, timeout: float | None, **named: Any) -> T: ...  # type: ignore[overload-cannot-match]
 
     @overload
-    def call(self, peer: Peer, function: str, /, *args: Any, timeout: float | None = ..., **named: Any) -> Any: ...
+    def call(  # type: ignore[overload-cannot-match]
+        self,
+        peer: Peer,
+        function: Callable[..., Coroutine[Any, Any, T]],
+        /,
+        *args: Any,
+        priority: Priority,
+        timeout: float | None = ...,
+        **named: Any,
+    ) -> T: ...
+
+    @overload
+    def call(  # type: ignore[overload-cannot-match]
+        self,
+        peer: Peer,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        priority: Priority,
+        timeout: float | None = ...,
+        **named: Any,
+    ) -> T: ...
+
+    @overload
+    def call(
+        self,
+        peer: Peer,
+        function: str,
+        /,
+        *args: Any,
+        priority: Priority = ...,
+        timeout: float | None = ...,
+        **named: Any,
+    ) -> Any: ...
 
     def call(  # type: ignore[misc]
-        self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
+        self,
+        peer: Peer,
+        function: str | Callable[..., Any],
+        /,
+        *args: Any,
+        priority: Priority = "realtime",
+        timeout: float | None = None,
+        **named: Any,
     ) -> Any:
         """Call a function of another node and return its result.
 
         `function` is a name, or a function that is registered here under the same name as there. The result is decoded
-        by the annotation of the function that is registered here under this name, if there is one.
+        by the annotation of the function that is registered here under this name, if there is one. `priority` says what
+        it goes before: large arguments and results of others on their way, and calls that wait for a handler there.
         """
         rank, name, decoder = self._target(peer, function)
         seat = self._engine.roster.seats[rank]
-        return self._service.call(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
+        urgency = REALTIME if priority == "realtime" else check_priority(priority)
+        return self._service.call(
+            seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder, priority=urgency
+        )
 
     @overload
     def call_async(
@@ -304,17 +350,57 @@ class Node:
     ) -> CallWork[T]: ...
 
     @overload
+    def call_async(  # type: ignore[overload-cannot-match]
+        self,
+        peer: Peer,
+        function: Callable[..., Coroutine[Any, Any, T]],
+        /,
+        *args: Any,
+        priority: Priority,
+        timeout: float | None = ...,
+        **named: Any,
+    ) -> CallWork[T]: ...
+
+    @overload
+    def call_async(  # type: ignore[overload-cannot-match]
+        self,
+        peer: Peer,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        priority: Priority,
+        timeout: float | None = ...,
+        **named: Any,
+    ) -> CallWork[T]: ...
+
+    @overload
     def call_async(
-        self, peer: Peer, function: str, /, *args: Any, timeout: float | None = ..., **named: Any
+        self,
+        peer: Peer,
+        function: str,
+        /,
+        *args: Any,
+        priority: Priority = ...,
+        timeout: float | None = ...,
+        **named: Any,
     ) -> CallWork[Any]: ...
 
     def call_async(  # type: ignore[misc]
-        self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
+        self,
+        peer: Peer,
+        function: str | Callable[..., Any],
+        /,
+        *args: Any,
+        priority: Priority = "realtime",
+        timeout: float | None = None,
+        **named: Any,
     ) -> CallWork[Any]:
         """Start a call; the work that it returns can be waited for, awaited and cancelled."""
         rank, name, decoder = self._target(peer, function)
         seat = self._engine.roster.seats[rank]
-        return self._service.call_async(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
+        return self._service.call_async(
+            seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder, priority=check_priority(priority)
+        )
 
     @overload
     def stream(
@@ -333,12 +419,38 @@ class Node:
     ) -> CallStream[T]: ...
 
     @overload
+    def stream(  # type: ignore[overload-cannot-match]
+        self,
+        peer: Peer,
+        function: Callable[..., AsyncIterator[T] | Iterable[T]],
+        /,
+        *args: Any,
+        priority: Priority,
+        timeout: float | None = ...,
+        **named: Any,
+    ) -> CallStream[T]: ...
+
+    @overload
     def stream(
-        self, peer: Peer, function: str, /, *args: Any, timeout: float | None = ..., **named: Any
+        self,
+        peer: Peer,
+        function: str,
+        /,
+        *args: Any,
+        priority: Priority = ...,
+        timeout: float | None = ...,
+        **named: Any,
     ) -> CallStream[Any]: ...
 
     def stream(  # type: ignore[misc]
-        self, peer: Peer, function: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **named: Any
+        self,
+        peer: Peer,
+        function: str | Callable[..., Any],
+        /,
+        *args: Any,
+        priority: Priority = "realtime",
+        timeout: float | None = None,
+        **named: Any,
     ) -> CallStream[Any]:
         """Call a generator of another node; iterate over the result with `for` or `async for`.
 
@@ -346,7 +458,9 @@ class Node:
         """
         rank, name, decoder = self._target(peer, function)
         seat = self._engine.roster.seats[rank]
-        return self._service.stream(seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder)
+        return self._service.stream(
+            seat, name, args, named, rank=rank, timeout=timeout, decoder=decoder, priority=check_priority(priority)
+        )
 
     @overload
     def broadcast_call(

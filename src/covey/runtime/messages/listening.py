@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from covey.base.numbers import REALTIME
 from covey.runtime.messages.messenger import Messenger
 from covey.runtime.messages.shared_driving import SharedDriving
 
@@ -80,11 +81,13 @@ class ListeningMessenger(Messenger):
             self._reach(unreached)
             self._settle()
 
-    def push(self, view: memoryview, dst: int, tag: int) -> Work[None]:
+    def push(self, view: memoryview, dst: int, tag: int, priority: int) -> Work[None]:
         """Start to send bytes; `view` is read until the work is done. If the rank is or gets lost, the work fails."""
         with self._lock:
             unreached = self._expect(dst, None)
-            operation = self._matcher.send(view, dst, tag, dtype_code=0, shape=(), is_object=True)
+            operation = self._matcher.send(view, dst, tag, dtype_code=0, shape=(), is_object=True, priority=priority)
+            if priority < REALTIME:
+                self._hurry(dst, priority)
             work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
         self._reach(unreached)
         return self._started(work)

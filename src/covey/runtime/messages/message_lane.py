@@ -12,6 +12,8 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import RemoteProtocolError
+from covey.net.host import tcp
+from covey.proto.message_stream import HURRIED_PIECE_BYTES, PAYLOAD_PIECE_BYTES, SHORT_PIECE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +26,10 @@ _CALLS_PER_TURN: Final = 4
 """Send or receive calls before other lanes get their turn."""
 _PAUSE_SECONDS: Final = 50e-6
 """How long a lane gives way: a thread that only waits for a system call gets the GIL back before others can take it."""
+HURRY_SECONDS: Final = 5.0
+"""How long the kernel gets little at a time after something urgent was sent."""
+HURRIED_UNSENT_BYTES: Final = 8 * 1024
+"""How much the kernel has not sent at most, meanwhile: what is sent next overtakes all that it does not have yet."""
 _LINGER_MS: Final = 5
 """Milliseconds between checks of the kernel's send queue. No event tells when it is empty."""
 
@@ -53,6 +59,7 @@ class MessageLane:
         """Nothing may be read or written after this."""
         self.is_blocked = False
         """The kernel did not take all; wait until the socket is writable."""
+        self._hurries, self._hurries_until = False, 0.0
 
     @property
     def has_moved(self) -> bool:
@@ -65,14 +72,34 @@ class MessageLane:
             return 0
         return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
 
+    def hurry(self) -> None:
+        """Give the kernel little at a time for a while, because something urgent is sent here beside other things."""
+        self._hurries_until = time.monotonic() + HURRY_SECONDS
+        if not self._hurries and self.sock.family != socket.AF_UNIX:
+            self._hurries = True
+            tcp.limit_unsent(self.descriptor, HURRIED_UNSENT_BYTES)
+
+    def _still_hurries(self) -> bool:
+        if time.monotonic() >= self._hurries_until:
+            self._hurries = False
+            tcp.limit_unsent(self.descriptor, 0)
+        return self._hurries
+
     def flush(self) -> None:
         """Write what the matcher has for this peer until the kernel takes no more. OSError: the lane is broken."""
         outlet = self._outlet
+        outlet.piece_bytes = PAYLOAD_PIECE_BYTES
+        hurries = self._hurries and self._still_hurries()
         for _ in range(_CALLS_PER_TURN):
             if self.peer not in self._ready:
                 self.is_blocked = False
                 return
-            outlet.has_short_pieces = self._gives_way is not None and self._give_way()
+            if self._gives_way is not None:
+                outlet.piece_bytes = SHORT_PIECE_BYTES if self._give_way() else PAYLOAD_PIECE_BYTES
+            if hurries:
+                outlet.piece_bytes = HURRIED_PIECE_BYTES
+                if tcp.unsent_bytes(self.descriptor) >= HURRIED_UNSENT_BYTES:
+                    break
             buffers = outlet.buffers()
             try:
                 count = self.sock.sendmsg(buffers) if len(buffers) > 1 else self.sock.send(buffers[0])

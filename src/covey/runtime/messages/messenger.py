@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import CancelledError, ClosedError
-from covey.base.numbers import ANY
+from covey.base.numbers import ANY, BULK
 from covey.proto.matching import Matcher
 from covey.proto.message import MessageSend, Operation, Receive, describe_source
 from covey.runtime.messages.driving_thread import DrivingThread
@@ -104,6 +104,7 @@ class Messenger:
         shape: tuple[int, ...],
         is_object: bool,
         deadline: float | None = None,
+        priority: int = BULK,
     ) -> Work[None]:
         """Start to send `view`, which holds an array of that dtype and shape, or an encoded object.
 
@@ -117,10 +118,18 @@ class Messenger:
         self._raise_if_over()
         self._opening.open(self, dst, deadline)
         with self._lock:
-            operation = self._matcher.send(view, dst, tag, dtype_code=dtype_code, shape=shape, is_object=is_object)
+            operation = self._matcher.send(
+                view, dst, tag, dtype_code=dtype_code, shape=shape, is_object=is_object, priority=priority
+            )
             self.traffic.began(view)
+            self._hurry(dst, priority)
             work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
         return self._started(work)
+
+    def _hurry(self, dst: int, priority: int) -> None:
+        """Have what is no bulk overtake what is. With the lock."""
+        if priority < BULK and dst != self._rank and (lane := self._lanes.by_rank.get(dst)) is not None:
+            lane.hurry()
 
     def start_receive(
         self,

@@ -165,6 +165,12 @@ class MessageRouting:
             late=(rank,),
         )
 
+    def note_urgent(self, rank: int) -> None:
+        """Let bulk to a rank's machine leave room for a message."""
+        group = self._owner()
+        if group is not None and group.lanes is not None and 0 <= rank < group.size:
+            group.lanes.limit.note_urgent(group.members[rank])
+
     def _renew(self, rank: int, ended: Any, pause: float) -> None:
         """Ask for a socket in place of `ended`, after a pause. On any thread."""
         control.soon(self._wait_and_ask, rank, ended, pause)

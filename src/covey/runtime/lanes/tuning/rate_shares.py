@@ -36,7 +36,7 @@ def divide(available: float, limit: float, demands: Sequence[Demand]) -> list[in
     sending = {urgency: sum(each.urgency is urgency and each.is_sending for each in demands) for urgency in Urgency}
     shares = []
     for each in demands:
-        if each.urgency is Urgency.URGENT:
+        if not each.urgency.gives_way:
             shares.append(int(limit))
             continue
         other = Urgency.TENSORS if each.urgency is Urgency.PARTS else Urgency.PARTS

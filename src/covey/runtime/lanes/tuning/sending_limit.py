@@ -121,6 +121,8 @@ class SendingLimit:
         self._can_yield = tcp.can_pace()
         self._in_use: dict[str, _InUse] = {}
         """By address."""
+        self._has_first = False
+        """Whether connections of urgent groups are open, which are looked at all the time: not all they do is noted."""
         self.note_at: dict[Seat, float] = {}
         """By peer on another machine: from when on something urgent to it is to be noted again."""
         self._dividing = Recurring(tasks.spawn, SENDING_DIVIDE_SECONDS, self._divide, is_needed=self._is_needed)
@@ -128,7 +130,7 @@ class SendingLimit:
             raise ConfigError("limit= needs Linux, which spaces out what is sent; this system has no means for it")
 
     def _is_needed(self) -> bool:
-        return bool(self._paced and (self._limit or self._allowed or self._in_use))
+        return bool(self._paced and (self._limit or self._allowed or self._in_use or self._has_first))
 
     def watch(self, socks: Sequence[socket.socket], group: int, peer: Seat) -> None:
         """Let limits hold for the connections of a group's lane, until they are closed. Only TCP has a limit."""
@@ -148,7 +150,7 @@ class SendingLimit:
                 self._begin()
 
     def note_urgent(self, peer: Seat) -> None:
-        """Let bulk leave room for what is sent to a peer now, or soon; only if `note_at` says so. On any thread."""
+        """Let bulk leave room for what is sent to a peer now, or soon. On any thread; nearly always at once."""
         now = time.monotonic()
         if now >= self.note_at.get(peer, math.inf):
             self.note_at[peer] = now + NOTE_EVERY
@@ -173,7 +175,7 @@ class SendingLimit:
 
     def _divide(self, seconds: float) -> None:
         """Divide the limits anew, `seconds` after the last time."""
-        open_now, demands, sent = [], list[Demand](), 0
+        open_now, demands, sent, has_first = [], list[Demand](), 0, False
         for paced in self._paced:
             sock = paced.sock()
             known = None if sock is None else tcp.progress(sock)
@@ -184,14 +186,14 @@ class SendingLimit:
             count, is_sending = paced.note(known)
             demands.append(Demand(urgency, is_sending))
             sent += count
-            if (use := self._in_use.get(paced.address)) is None:
-                continue
-            if urgency is Urgency.URGENT:
+            if not urgency.gives_way:
+                has_first = has_first or urgency is Urgency.FIRST
                 before, paced.received = paced.received, tcp.received_bytes(sock) or 0
-                if seconds and (count or paced.received > before):
+                if seconds and paced.address and (count or paced.received > before):
                     self._note_use(paced.address)
-            elif (queue := tcp.sending_queue(sock)) is not None:
-                use.seen.append((queue, count))
+            elif paced.address in self._in_use and (queue := tcp.sending_queue(sock)) is not None:
+                self._in_use[paced.address].seen.append((queue, count))
+        self._has_first = has_first
         self._paced = open_now
         rates = [tcp.UNPACED] * len(demands)
         if limit := own_limit(self._limit, self._peers):
@@ -229,7 +231,7 @@ def capped(
     """Return the rates of connections, lowered where they are more than what is `allowed` to their other ends."""
     shares = list(rates)
     for end, most in allowed.items():
-        slow = [i for i, each in enumerate(ends) if each == end and demands[i].urgency is not Urgency.URGENT]
+        slow = [i for i, each in enumerate(ends) if each == end and demands[i].urgency.gives_way]
         for i, share in zip(slow, divide(most, most, [demands[i] for i in slow]), strict=True):
             shares[i] = min(shares[i], share)
     return shares

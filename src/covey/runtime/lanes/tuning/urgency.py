@@ -8,9 +8,16 @@ import enum
 class Urgency(enum.IntEnum):
     """Which connections give way to which."""
 
-    URGENT = 0
-    """Small calls, and collectives of a class above bulk."""
-    PARTS = 1
+    CALLS = 0
+    """Small calls."""
+    FIRST = 1
+    """Groups whose priority is above bulk."""
+    PARTS = 2
     """The parts of large calls."""
-    TENSORS = 2
+    TENSORS = 3
     """Collectives and messages."""
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether something more urgent makes it slower."""
+        return self >= Urgency.PARTS

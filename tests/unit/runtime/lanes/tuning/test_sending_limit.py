@@ -38,7 +38,7 @@ def test_an_idle_connection_may_begin_as_if_it_alone_began() -> None:
 
 def test_tensors_give_way_to_parts_of_calls_and_small_calls_are_not_slowed_down() -> None:
     tensors = [Demand(Urgency.TENSORS, True)] * 4
-    shares = divide(LIMIT // 2, LIMIT, [*tensors, Demand(Urgency.PARTS, True), Demand(Urgency.URGENT, True)])
+    shares = divide(LIMIT // 2, LIMIT, [*tensors, Demand(Urgency.PARTS, True), Demand(Urgency.CALLS, True)])
     assert shares[4] == pytest.approx(PARTS_SHARE * LIMIT / 2, abs=1)
     assert sum(shares[:4]) == pytest.approx((1 - PARTS_SHARE) * LIMIT / 2, abs=4)
     assert shares[5] == LIMIT
@@ -55,7 +55,7 @@ def test_what_was_moved_too_much_is_taken_off_what_follows_and_what_was_not_move
 
 
 def test_connections_share_what_a_peer_allows_and_small_calls_and_other_peers_are_not_slowed_down() -> None:
-    busy, call = Demand(Urgency.TENSORS, True), Demand(Urgency.URGENT, True)
+    busy, call = Demand(Urgency.TENSORS, True), Demand(Urgency.CALLS, True)
     demands, peers = [busy, busy, busy, call], [Seat(1), Seat(1), Seat(2), Seat(1)]
     assert capped([9, 9, 9, 9], demands, peers, {}) == [9, 9, 9, 9]
     assert capped([100, 3, 100, 100], demands, peers, {Seat(1): 10, Seat(7): 1}) == [5, 3, 100, 100]
