@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.base.errors import CoveyError
+from covey.base.numbers import PRIORITIES
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from covey.runtime.group.group import Group
 
@@ -125,9 +126,11 @@ class Course:
             "all_gather_object": self._objects,
             "sendrecv": self._sendrecv,
             "send and recv": self._messages,
+            "send, urgent": self._urgent_messages,
             "send_object": self._message_objects,
             "recv that is late": self._late,
             "call": self._call,
+            "call, urgent": self._urgent_call,
             "call that fails": self._failed_call,
             "stream": self._stream,
             "store": self._store,
@@ -235,6 +238,19 @@ class Course:
         same(self._group.recv(self._last, 3), self._given(self._last, number, size))
         sending.wait()
 
+    def _urgent_messages(self, number: int, size: int, _: int) -> None:
+        classes = sorted(PRIORITIES, key=lambda word: (number + len(word)) % 7)
+        sending = [
+            self._group.send(
+                self._given(self._group.rank, number + tag, size), self._next, tag, priority=each, async_op=True
+            )
+            for tag, each in enumerate(classes)
+        ]
+        for tag in range(len(classes)):
+            same(self._group.recv(self._last, tag), self._given(self._last, number + tag, size))
+        for work in sending:
+            work.wait()
+
     def _message_objects(self, number: int, *_: int) -> None:
         sending = self._group.send_object([self._group.rank, number], self._next, async_op=True)
         assert self._group.recv_object(self._last) == [self._last, number]
@@ -250,6 +266,12 @@ class Course:
     def _call(self, number: int, size: int, _: int) -> None:
         x = self._given(self._group.rank, number, size)
         same(self._group.node.call(self._next, "mirror", x), x[::-1])
+
+    def _urgent_call(self, number: int, size: int, _: int) -> None:
+        x = self._given(self._group.rank, number, size)
+        works = [self._group.node.call_async(self._next, "mirror", x, priority=each) for each in PRIORITIES]
+        for work in works:
+            same(work.wait(), x[::-1])
 
     def _failed_call(self, number: int, *_: int) -> None:
         heard = ""
@@ -284,12 +306,50 @@ def same(got: Any, expected: Any) -> None:
     assert np.array_equal(got, expected), f"got {got}, expected {expected}"
 
 
-def resident_bytes() -> int:
-    """Return how much memory this process occupies."""
+def resident_bytes(figure: str = "VmRSS") -> int:
+    """Return how much memory this process occupies; with "VmHWM", has occupied at most since `forget_peak`."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(f"{figure}:"):
             return int(line.split()[1]) << 10
     raise AssertionError("the system does not tell how much memory this process occupies")
+
+
+def forget_peak() -> None:
+    """Let the most memory that this process has occupied be what it occupies now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+class Peaks:
+    """The most memory that operations of one kind take: `first` of them, and `others` after these."""
+
+    def __init__(self, first: int = 50, others: int = 950, ranks: int = 3, lanes: str = "shm", seed: int = 0) -> None:
+        self._first, self._others, self._ranks, self._lanes, self._seed = first, others, ranks, lanes, seed
+        self.seen: dict[str, tuple[int, int]] = {}
+        """By kind: both peaks, in bytes."""
+
+    def run(self, names: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
+        """Perform operations of all kinds, or of some, with mixed sizes; return `seen`."""
+        run_threads(self._ranks, lambda group: self._take_part(group, names), lanes=self._lanes, timeout=3600)
+        return self.seen
+
+    def _take_part(self, group: Group, names: Sequence[str]) -> None:
+        chance, course = random.Random(self._seed), Course(group)
+        course.serve()
+        for name in names or course.names:
+            peaks = []
+            for count in (self._first, self._others):
+                group.barrier()
+                if group.rank == 0:
+                    forget_peak()
+                group.barrier()
+                for number in range(count):
+                    # The largest size comes among the first, so that what follows has no reason to take more.
+                    size = LARGEST if number % 10 == 0 else int(LARGEST ** chance.random())
+                    course.perform(name, number, size, chance.randrange(group.size))
+                group.barrier()
+                peaks.append(resident_bytes("VmHWM"))
+            if group.rank == 0:
+                self.seen[name] = peaks[0], peaks[1]
 
 
 def main() -> None:
