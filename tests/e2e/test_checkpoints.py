@@ -159,7 +159,7 @@ def test_a_command_and_a_signal_to_covey_run_ask_a_run_of_this_machine(tmp_path:
         assert "covey: SIGUSR2: the ranks are asked for a checkpoint\n" in errors
         gone = ask(name)
         assert gone.returncode == 2
-        assert f"no run '{name}' goes on here" in gone.stderr
+        assert f"no run '{name}' is running here" in gone.stderr
     finally:
         job.kill()
         job.wait(DEADLINE)

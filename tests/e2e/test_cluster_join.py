@@ -194,7 +194,7 @@ def test_a_latecomer_is_told_that_the_run_is_going_on_and_with_which_nodes(clust
         assert heard(process) == "joining"
         reports.append(heard(process))
     late = cluster.start(size=2)
-    going_on = pipes.read_until(late.stderr, "the run is already going on with ").rpartition(" going on with ")[2]
+    going_on = pipes.read_until(late.stderr, "the run is already running with ").rpartition(" running with ")[2]
     assert set(going_on.partition(";")[0].split(", ")) == {report["name"] for report in reports}
     late.send_signal(signal.SIGINT)
     assert finish(late).code == -signal.SIGINT

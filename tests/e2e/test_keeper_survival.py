@@ -116,7 +116,7 @@ def test_the_others_go_on_without_a_rank_that_is_lost(covey_run) -> None:
     """
     code, out, err = finish(covey_run(body, "-n", "3"))
     assert (code, out) == (0, ["[0] done 0", "[1] done 1"])
-    assert err == ["covey: rank 2 was killed by SIGKILL; the others go on"]
+    assert err == ["covey: rank 2 was killed by SIGKILL; the others continue"]
 
 
 def test_the_code_of_the_last_is_that_of_a_run_that_lost_all(covey_run) -> None:
@@ -129,7 +129,10 @@ def test_the_code_of_the_last_is_that_of_a_run_that_lost_all(covey_run) -> None:
     """
     code, _, err = finish(covey_run(body, "-n", "2"))
     assert code == 5
-    assert err == ["covey: rank 0 failed with exit code 3; the others go on", "covey: rank 1 failed with exit code 5"]
+    assert err == [
+        "covey: rank 0 failed with exit code 3; the others continue",
+        "covey: rank 1 failed with exit code 5",
+    ]
 
 
 @pytest.mark.parametrize("policy", ["raise", None])
@@ -316,7 +319,7 @@ def test_a_group_goes_on_under_its_keeper_when_ranks_are_killed_and_stopped(cove
     os.kill(int((tmp_path / "pid2").read_text()), signal.SIGCONT)
     code, _, err = finish(keeper)
     assert code == 0
-    assert "covey: rank 0 was killed by SIGKILL; the others go on" in err
+    assert "covey: rank 0 was killed by SIGKILL; the others continue" in err
     assert any("GroupChangedError" in line for line in err)
 
 

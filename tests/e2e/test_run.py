@@ -451,7 +451,7 @@ def test_ranks_go_on_when_the_reader_of_their_output_goes_away(covey_run, script
     assert keeper.process.wait(DEADLINE) == 0
     assert all((tmp_path / f"done{rank}").exists() for rank in range(2))
     assert keeper.process.stderr.read() == (
-        "covey: output cannot be written (Broken pipe); the run goes on without it\n"
+        "covey: output cannot be written (Broken pipe); the run continues without it\n"
     )
 
 
@@ -469,7 +469,7 @@ def test_a_full_disk_for_the_output_stops_no_rank_and_is_told_once(covey_run, sc
         code, out, err = covey_run("-n", "2", job, **{stream: full}).finish()
     assert code == 0, (out, err)
     name, shown = ("output", err) if stream == "stdout" else ("standard error", out)
-    note = f"covey: {name} cannot be written (No space left on device); the run goes on without it"
+    note = f"covey: {name} cannot be written (No space left on device); the run continues without it"
     assert [line for line in shown.splitlines() if line.startswith("covey:")] == [note]
     rank = 0 if stream == "stdout" else 1
     assert [line for line in said_by(rank, shown) if line.startswith("again")] == [
@@ -639,7 +639,7 @@ def test_a_log_file_that_cannot_be_written_is_said_at_once_and_in_the_exit_code(
     code, out, err = covey_run("-n", "1", "--log-dir", "logs", "echo", "one").finish()
     assert code == 1
     assert out == "[0] one\n"
-    reason = "cannot be written (No space left on device); the run goes on without its logs"
+    reason = "cannot be written (No space left on device); the run continues without its logs"
     assert err.splitlines() == [
         f"covey: logs/rank-0.log {reason}",
         "covey: the files in --log-dir lack some of the output",

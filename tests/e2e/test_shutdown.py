@@ -71,7 +71,7 @@ def test_a_process_that_is_told_to_end_closes_in_order_and_finishes_its_calls() 
         ranks.await_exit([1], code=143)
         errors = ranks.errors(1)
         assert "ValueError: as always" in errors
-        assert "hang did not end within 0.2 s; the shutdown goes on without it" in errors
+        assert "hang did not end within 0.2 s; the shutdown continues without it" in errors
 
 
 PROGRAM = """

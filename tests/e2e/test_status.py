@@ -55,7 +55,7 @@ def test_agents_and_runs_of_this_machine_are_shown_though_no_run_of_the_cluster_
     assert ended.returncode == 0, ended.stderr
     assert "no node" not in ended.stderr
     assert re.search(r"^agent +", ended.stdout, re.MULTILINE)
-    assert "no run of the cluster goes on" in ended.stdout
+    assert "no run of the cluster is running" in ended.stdout
     assert re.search(rf"^sh +2 +{local.pid}$", ended.stdout, re.MULTILINE)
     seen = json.loads(machine.covey("status", "--json", "--wait", "2").stdout)
     assert [each["version"] for each in seen["agents"]] == [__version__]

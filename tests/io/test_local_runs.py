@@ -50,7 +50,10 @@ def test_a_run_is_found_by_name_or_process_while_its_keeper_lives() -> None:
         assert found == LocalRunFound(name, os.getpid(), 3, run.folder)
         assert found == find_local_run(str(os.getpid()))
         assert found.token() == run.token
-        with LocalRun(2, name=name), pytest.raises(ConfigError, match=f"2 runs '{name}' go on here; name one by its"):
+        with (
+            LocalRun(2, name=name),
+            pytest.raises(ConfigError, match=f"2 runs '{name}' are running here; name one by its"),
+        ):
             find_local_run(name)
     assert find_local_run(name) is None
     with pytest.raises(ConfigError, match="is over"):

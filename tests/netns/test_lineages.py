@@ -95,7 +95,7 @@ def test_of_two_runs_that_were_founded_apart_the_younger_ends_and_its_state_is_s
         for member in younger:
             assert member.process.wait(DEADLINE) == 1, member.story()
             member.join()
-            error = wait_for_line(member, "covey.SplitRunError: an older run of the name 'one' is going on with")
+            error = wait_for_line(member, "covey.SplitRunError: an older run of the name 'one' is running with")
             assert "this one is younger, so it ends here" in error
             saved = error.partition("Its state is in ")[2].partition(" (covey.load_state)")[0]
             states.append(covey.load_state(saved))

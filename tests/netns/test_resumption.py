@@ -58,7 +58,7 @@ def end_well(members: list[Member]) -> list[str]:
         assert member.all_said("error") == member.all_said("contributors") == [], member.story()
         (events,) = member.all_said("events")
         assert not {"lost", "view"} & {kind for kind, *_ in events["kinds"]}, events
-        told += [text for kind, _, _, text in events["kinds"] if kind == "moved" and "goes on over" in text]
+        told += [text for kind, _, _, text in events["kinds"] if kind == "moved" and "continues over" in text]
     return told
 
 

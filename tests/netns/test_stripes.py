@@ -44,7 +44,7 @@ with covey.join("stripes", **options) as group:
             times.append(time.perf_counter() - began)
         assert np.array_equal(x, places * 5 + 2 * step), "the sum is wrong"
         step += 1
-        has_lost |= dies == "all" and any("goes on over" in event.text for event in group.events())
+        has_lost |= dies == "all" and any("continues over" in event.text for event in group.events())
         is_done = has_lost if dies else len(times) >= least
         is_over = group.all_reduce(float(is_done or time.monotonic() > end), "min") > 0
     paths = group.lanes().paths[1 - group.rank]

@@ -90,7 +90,7 @@ def test_the_others_go_on_without_a_pulled_cable_and_its_node_comes_back_with_th
         assert len({member.end()["step"] for member in staying}) == 1
 
         pulled.run(["ip", "link", "set", "eth0", "up"])
-        assert "the run goes on without this process" in elastic[2].said("changed")["text"]
+        assert "the run continues without this process" in elastic[2].said("changed")["text"]
         assert together(elastic, after=before["number"])["step"] > elastic[2].said("changed")["step"]
         elastic[2].ask_to_end()
         check_same_end(elastic)

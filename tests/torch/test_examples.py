@@ -69,7 +69,7 @@ def test_the_example_trains_on_two_ranks(example: str, outputs: dict[str, str]) 
 
 def test_the_elastic_example_loses_a_rank_and_no_sample() -> None:
     output = run("covey", "run", "-n", "2", "--on-loss", "continue", str(EXAMPLES / "elastic.py"), "--epochs", "2")
-    assert "rank 1 was killed by SIGKILL; the others go on" in output
+    assert "rank 1 was killed by SIGKILL; the others continue" in output
     assert "[0] 4000 samples, 50 of them given out a second time" in output
 
 

@@ -188,7 +188,7 @@ def _text_of(requirements: str) -> str:
 
 
 def _trusted(found: FoundAgents) -> list[AgentCaller]:
-    """Return the agents that were asked for; ConfigError if this machine does not trust one: nobody can be asked."""
+    """Return the agents that were asked for; ConfigError if this machine does not trust one: no person can be asked."""
     if found.new:
         listed = ", ".join(f"{each.name} ({id_text(each.machine)})" for each in found.new)
         raise ConfigError(

@@ -125,7 +125,8 @@ def _await(ask: Ask, checkpoint_id: str, seconds: float) -> messages.CheckpointP
         if silent == LOST_ANSWERS or (progress is not None and not progress.state):
             raise ClosedError(f"the run ended before checkpoint {checkpoint_id} was known to be saved")
     raise DeadlineError(
-        f"checkpoint {checkpoint_id} was not saved by all ranks within the timeout of {seconds:g} s; they go on with it"
+        f"checkpoint {checkpoint_id} was not saved by all ranks within the timeout of {seconds:g} s; "
+        "they continue to save it"
     )
 
 

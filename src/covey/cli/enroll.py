@@ -306,7 +306,7 @@ def _explained(refusal: PairingRefusal, digits: str, found: FoundInviter) -> Exc
             return _WrongCodeError(f"{digits[:3]} {digits[3:]} is not the code that {there} shows{more}")
         case "later":
             return ConfigError(
-                f"{there} is busy with another machine, or rests after wrong codes; try again in a moment"
+                f"{there} is busy with another machine, or pauses after wrong codes; try again in a moment"
             )
         case "no-code":
             return ConfigError(f"{there} shows no code any more ({refusal.text}); run `covey pair` there")
@@ -322,7 +322,7 @@ def _explained(refusal: PairingRefusal, digits: str, found: FoundInviter) -> Exc
 def _find(address: str, *, asks: bool = True) -> FoundInviter | str:
     """Return the machine that shows a code, at an address or found; of several, the one that a person chooses.
 
-    If there is none, or there are several and nobody is to be asked: why, and what to do.
+    If there is none, or there are several and no person may be asked: why, and what to do.
     """
     if address:
         return _find_at(address)

@@ -127,7 +127,7 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Show new output until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each line, with its time.")] = False,
     everywhere: Annotated[
-        bool, typer.Option("--all", help="Also what the other machines of the run tell, while it goes on.")
+        bool, typer.Option("--all", help="Also what the other machines of the run tell, while it runs.")
     ] = False,
     cluster: Annotated[
         str | None,
@@ -186,7 +186,7 @@ def _show_of_all(run: str, cluster: str | None, printer: LinePrinter, *, follow:
             until = time.monotonic() + FIND_SECONDS
             while not (found := [each for each in collector.newest().runs if each.name == run]):
                 if time.monotonic() > until:
-                    raise UnknownRunError(f"no run {run!r} goes on; without --all, what is kept here is shown")
+                    raise UnknownRunError(f"no run {run!r} is running; without --all, what is kept here is shown")
                 time.sleep(FOLLOW_EVERY)
         id = found[0].id
         here = list(own_output(collector, id, only_tail=False))

@@ -47,7 +47,7 @@ COMMANDS: Final = {
     "data": "List the data sets of the machines, and remove them.",
     "stop": "End a run that was started with `covey run --on`.",
     "status": "Show the nodes of the cluster and the links between them.",
-    "top": "Watch runs in the terminal: who waits for whom, losses, curves, links, output.",
+    "top": "Watch runs in the terminal: which rank waits for which, losses, curves, links, output.",
     "ui": "Show machines and runs in a browser.",
     "trace": "Show the last operations of all ranks, and which rank waited for which.",
     "checkpoint": "Ask all ranks of a run to save a checkpoint, or look at those on this machine.",

@@ -235,7 +235,7 @@ def _paired(machine: PairedMachine, view: PairingView) -> str:
 
 
 def terms(view: PairingView) -> str:
-    """Return how long the code is good and for what, and who has tried it wrongly."""
+    """Return how long the code is valid and for what, and which machines have tried a wrong one."""
     left = int(view.seconds + 0.5)
     text = f"good for {left // 60}:{left % 60:02d} min, for {plural(view.machines, 'machine')}"
     if view.failed:

@@ -39,7 +39,7 @@ def find_run(name: str, cluster: str | None) -> LocalRunFound | Cluster:
     except ConfigError as error:
         if cluster is not None:
             raise
-        raise ConfigError(f"no run {name!r} goes on here{here()}, and no cluster can be asked: {error}") from None
+        raise ConfigError(f"no run {name!r} is running here{here()}, and no cluster can be asked: {error}") from None
 
 
 def here() -> str:

@@ -31,8 +31,8 @@ def ui(
     as_json: Annotated[bool, typer.Option("--json", help="Print the link as JSON.")] = False,
     cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
 ) -> None:
-    """Show machines and runs in a browser, until Ctrl-C: who waits for whom, curves, links, output, machines that ask
-    to join.
+    """Show machines and runs in a browser, until Ctrl-C: ranks and their waits, curves, links, output, machines that
+    ask to join.
 
     The page is for this user on this machine. To see it from another one, forward a port: ssh -L 8765:127.0.0.1:8765
     HOST covey ui --port 8765. Each link can be used once, within five minutes; covey ui --link prints another.

@@ -27,8 +27,8 @@
  * without it, and without the ciphers that need it (`is_plain`).
  *
  * `tend` also reads, as far as the window, while no operation does: the sender may have to send records again that this end
- * has, of an operation that is over here, and can only get rid of them if somebody takes them. So no sender waits for an end
- * that has done its part. While the executor polls for what comes, nobody else takes that, or the executor would sleep on.
+ * has, of an operation that is over here, and can only get rid of them if the receiver takes them. So no sender waits for an end
+ * that has done its part. While the executor polls for what comes, no other thread takes that, or the executor would sleep on.
  */
 #include "keyed.h"
 #include "lasting.h"

@@ -263,7 +263,7 @@ class Health:
         if peer.standing is PeerOpinion.TRUSTED:
             busy = f", vouched for {now - peer.vouched_at:.1f} s ago" if peer.vouched_at > peer.heard_at else ""
             if peer.is_resting:
-                return "trusted: its link rests, and other members listen to it"
+                return "trusted: its link is idle, and other members listen to it"
             return f"trusted: last heard {now - peer.heard_at:.1f} s ago{busy}; {link}"
         text = f"{peer.standing.value}: {peer.why(peer.cause, now)}"
         if not peer.has_exited:

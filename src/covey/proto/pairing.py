@@ -73,7 +73,7 @@ TOO_LONG: Final = "no machine has joined for half an hour"
 TOO_OLD: Final = "was too old"
 TRIED: Final = "was tried wrongly three times"
 """Why a code is replaced by another one."""
-TOO_MANY_CODES: Final = f"{FAILED_TRIES} wrong codes were tried: someone on this network guesses"
+TOO_MANY_CODES: Final = f"{FAILED_TRIES} wrong codes were tried: a machine on this network is guessing them"
 
 
 class PairingMachine(NamedTuple):

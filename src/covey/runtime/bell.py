@@ -21,7 +21,7 @@ WORD = b"\1\0\0\0\0\0\0\0"
 class Bell:
     """Opened by the polling thread, rung by any thread. If it is rung before it is open, it rings when it is opened.
 
-    A bell that is dropped closes its descriptors: whoever can ring one keeps it, so no other file has its number.
+    A bell that is dropped closes its descriptors: a part that can ring it keeps it, so no other file has its number.
     """
 
     def __init__(self) -> None:

@@ -133,7 +133,7 @@ def _is_joined() -> str | None:
         if generation.fault is not None:
             return str(generation.fault.text)
         if not generation.founded.is_kept and not node.generation_table.hears_quorum:
-            return "fewer members are heard than the run needs to go on"
+            return "fewer members are heard than the run needs to continue"
     faults = [group.fault for group in process.groups()]  # a group may have failed, and another taken its place
     return faults[-1] if faults and all(faults) else None
 

@@ -15,7 +15,7 @@ AGEING: Final = 1.05
 
 
 def waking_clock() -> float:
-    """Return seconds by a clock that nobody sets, and that also runs while the machine sleeps."""
+    """Return seconds by a clock that is never set, and that also runs while the machine sleeps."""
     return time.monotonic() if _WITH_SLEEP is None else time.clock_gettime(_WITH_SLEEP)
 
 

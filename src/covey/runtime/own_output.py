@@ -155,7 +155,9 @@ def main(reads: list[int], control: socket.socket) -> None:
 
 def _pass_on(target: int, data: bytes) -> None:
     rest = memoryview(data)
-    with contextlib.suppress(OSError):  # nobody reads any more; the program is not told, and it is kept all the same
+    with contextlib.suppress(
+        OSError
+    ):  # its reader is gone; the program is not told, and the output is kept all the same
         while rest:
             rest = rest[os.write(target, rest) :]
 

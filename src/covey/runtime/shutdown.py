@@ -112,7 +112,7 @@ class _Closers:
             return
         thread.join(closer.timeout)
         if thread.is_alive():
-            logger.warning("%s did not end within %g s; the shutdown goes on without it", name, closer.timeout)
+            logger.warning("%s did not end within %g s; the shutdown continues without it", name, closer.timeout)
 
 
 _closers = _Closers()

@@ -91,7 +91,7 @@ class Work(Generic[T]):
                 self._drive(self, None if timeout is None else time.monotonic() + timeout)
             if not self._done.wait(timeout if self._drive is None else 0):
                 raise DeadlineError(
-                    f"{self.description} is not done after the timeout of {timeout} s; it goes on in the background"
+                    f"{self.description} is not done after the timeout of {timeout} s; it continues in the background"
                 )
         self._complete()
         if self._give_back is not None:
@@ -328,7 +328,7 @@ def wait_all(works: Iterable[Work[T]], *, timeout: float | None = None) -> list[
                 break
     if late := [work.description for work in listed if not work.done()]:
         raise DeadlineError(
-            f"{len(late)} of {len(listed)} works are not done after the timeout of {timeout} s, and go on in the "
+            f"{len(late)} of {len(listed)} works are not done after the timeout of {timeout} s, and continue in the "
             f"background: {'; '.join(late[:5])}"
         )
     failures = [(work, error) for work in listed if (error := work.exception()) is not None]
@@ -367,7 +367,9 @@ def wait_any(works: Iterable[Work[Any]], *, timeout: float | None = None) -> int
     for position, work in enumerate(listed):
         if work.done():
             return position
-    raise DeadlineError(f"none of {len(listed)} works is done after the timeout of {timeout} s; they go on")
+    raise DeadlineError(
+        f"none of {len(listed)} works is done after the timeout of {timeout} s; they continue in the background"
+    )
 
 
 async def off_loop(function: Callable[..., T], *args: Any, discard: Callable[[T], None] | None = None, **kw: Any) -> T:

@@ -115,7 +115,7 @@ class Actions:
         return f"{applicant.name} ({short_id(machine)}) is denied in {cluster.name!r}."
 
     def join_code(self) -> str:
-        """Return the join code of the cluster. It is the secret: whoever has it can join.
+        """Return the join code of the cluster. It is the secret: any machine that has it can join.
 
         Raises:
             ConfigError: this machine is in no cluster.

@@ -25,7 +25,7 @@ BOOK_MACHINES_LIMIT: Final = 1024
 SILENT_SECONDS: Final = 300.0
 """How long a machine that does not answer any more is still shown."""
 TOO_EARLY_SECONDS: Final = 3.0
-"""So long it is too early to say that nobody answers."""
+"""Seconds in which it is too early to say that no process answers."""
 
 
 class RunBooks:

@@ -1,7 +1,7 @@
 """A cluster as a source: talks with every process of it, kept from round to round, and asks its agents.
 
-A process that answers late, because its link is slow, is heard in a later round; nobody waits for it. On the thread of
-the collector, except `ask_programs`.
+A process that answers late, because its link is slow, is heard in a later round, and no round waits for it. On the
+thread of the collector, except `ask_programs`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 TALK_SECONDS: Final = 5.0
 """How long a process may take for all answers of one talk."""
 TELL_EVERY: Final = 10.0
-"""How often one member of a run is asked who is in it, which machines ask to join, and what was measured of links."""
+"""How often one member of a run is asked for its members, the machines that ask to join, and measured links."""
 FRESH_SECONDS: Final = 3.0
 """How long it holds what a process has said that waits for a run."""
 BATCHES: Final = 8

@@ -132,7 +132,7 @@ class FarOutput:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody has asked for news lately."""
+        """Whether a view has asked for news lately."""
         return time.monotonic() - self._taken_at < WANTED_SECONDS
 
     def news(self) -> list[OutputLine]:

@@ -167,7 +167,7 @@ def _change_age(facts: RunFacts) -> float:
 
 
 def _change(facts: RunFacts) -> Sentence | None:
-    """Say who was lost, left or joined last."""
+    """Say which rank was lost, left or joined last."""
     change = facts.change
     if change is None:
         return None
@@ -292,7 +292,7 @@ class AllFacts:
     machines: Sequence[MachineSeen] = ()
     runs: Sequence[RunSeen] = ()
     has_searched: bool = True
-    """Whether enough time has passed to say that nobody answers."""
+    """Whether enough time has passed to say that no process answers."""
     agents: int = 0
     agents_refuse: bool = False
     """Whether there are agents, and none starts programs for this machine."""
@@ -328,7 +328,7 @@ def _asks(facts: AllFacts) -> Sentence:
 def _nothing(facts: AllFacts) -> Sentence | None:
     if facts.cluster or facts.runs:
         return None
-    why = ("no cluster is saved here, and no run of `covey run -n` goes on",)
+    why = ("no cluster is saved here, and no run of `covey run -n` is running",)
     return Sentence("This machine is in no cluster.", "note", why, ("covey demo", "covey init", "covey enroll"))
 
 

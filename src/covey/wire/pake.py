@@ -1,4 +1,4 @@
-"""CPace: two ends that know the same short code agree on a key, and nobody who does not know it can guess it offline.
+"""CPace: two ends that know the same short code agree on a key that no other end can guess offline.
 
 The suite is CPACE-X25519-SHA512 of draft-irtf-cfrg-cpace, in its initiator-responder form. A code of six digits has 20
 bits: with any other exchange, a stranger who has recorded one, or taken part in one, could try all codes at home. Here

@@ -83,7 +83,7 @@ class Agreement:
     features: frozenset[str] = frozenset()
 
     def fixed(self) -> Versions:
-        """Return what a process has to speak that joins those who have agreed on this: they use all of it."""
+        """Return what a process has to speak to join the processes that have agreed on this: they use all of it."""
         names = tuple(sorted(self.features))
         return Versions(self.version, self.version, names, names)
 

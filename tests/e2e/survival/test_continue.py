@@ -89,7 +89,7 @@ def test_survivors_finish_the_very_all_reduce_in_which_a_rank_is_killed(lanes: s
         for rank in others:
             assert len(lines := ranks.errors(rank).splitlines()) == 1, lines
             assert "rank 1 (" in lines[0]
-            assert "ranks 0 and 2 go on" in lines[0]
+            assert "ranks 0 and 2 continue" in lines[0]
 
 
 def do_everything(victim: int, hangs: int, names: list[str]) -> Any:

@@ -126,7 +126,7 @@ def test_the_doctor_names_the_machine_that_limits_a_run_and_what_a_cable_would_c
     (finding,) = [each for each in findings(facts) if each.code == "slow-link"]
     assert finding.weight == "note"
     assert f"{NAMES[2]} is on Wi-Fi and sends 180 Mbit/s" in finding.text
-    assert "A cable there would make large sums up to" in finding.remedy
+    assert "A cable there would make a large all_reduce up to" in finding.remedy
 
 
 def test_the_doctor_says_nothing_of_equal_links_and_of_a_machine_that_is_slow_like_others() -> None:

@@ -204,7 +204,7 @@ def test_one_that_comes_later_hears_that_the_run_is_going_on_and_with_whom() -> 
     assert stage.views() == {"b": "bc", "c": "bc"}
     report = stage.cores["a"].report()
     assert report.elsewhere == ("b", "c")
-    assert report.waiting == "the run is already going on with b, c"
+    assert report.waiting == "the run is already running with b, c"
     for name in "bc":
         stage.world.crash(id_of(name))
     stage.run(30.0)

@@ -230,7 +230,7 @@ def test_the_silence_of_a_peer_whose_link_rests_means_nothing_until_it_wakes() -
     watch.health.link_rests(A)
     assert watch.run(600.0) == []
     assert not any(isinstance(effect, SendPing) and at > 0 for at, effect in watch.log[1:])
-    assert watch.health.explain(A, watch.now) == "trusted: its link rests, and other members listen to it"
+    assert watch.health.explain(A, watch.now) == "trusted: its link is idle, and other members listen to it"
     woken_at = watch.now
     assert watch.told("link_up", A) == []
     assert kinds(watch.run(20.0)) == SILENT_DEATH

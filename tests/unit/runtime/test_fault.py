@@ -48,14 +48,14 @@ ONE, TWO = ("rank 1 (north)",), ("rank 1 (north)", "rank 3 (east)")
 @pytest.mark.parametrize(
     ("names", "failures", "rest", "left", "on_loss", "text"),
     [
-        (ONE, [""], (0, 2), [False], "continue", "rank 1 (north) is lost; ranks 0 and 2 go on"),
+        (ONE, [""], (0, 2), [False], "continue", "rank 1 (north) is lost; ranks 0 and 2 continue"),
         (ONE, [""], (0,), [False], "continue", "rank 1 (north) is lost; rank 0 goes on"),
         (TWO, ["", ""], (0, 2, 4), [True, True], "continue",
          "rank 1 (north) and rank 3 (east) have left; ranks 0, 2 and 4 go on"),
         (TWO, ["", ""], (0,), [True, False], "continue",
          "rank 3 (east) is lost, rank 1 (north) has left; rank 0 goes on"),
         (ONE, ["ValueError: no"], (0, 2), [True], "continue",
-         "rank 1 (north) failed with ValueError: no; ranks 0 and 2 go on"),
+         "rank 1 (north) failed with ValueError: no; ranks 0 and 2 continue"),
         (TWO, ["ValueError: no", ""], (0,), [True, False], "continue",
          "rank 3 (east) is lost, rank 1 (north) failed with ValueError: no; rank 0 goes on"),
         (ONE, [""], (0, 2), [False], "raise", "rank 1 (north) is lost; the group ends with an error on ranks 0 and 2"),

@@ -201,7 +201,7 @@ def _foreign(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "problem",
             "two-clusters",
-            f"{some(places)} announces another cluster, and nobody else has ever been in {facts.cluster!r} of this "
+            f"{some(places)} announces another cluster, and no other node has ever been in {facts.cluster!r} of this "
             "machine: `covey init` was probably typed on both.",
             "Type `covey pair` on one of the two machines and `covey enroll` on the other, which asks whether to give "
             "its own cluster up.",

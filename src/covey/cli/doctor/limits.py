@@ -96,7 +96,7 @@ def slow_machines(facts: Facts) -> Iterator[Finding]:
         )
         means = "A cable" if limit.medium == "wireless" else "A faster link"
         remedy = (
-            f"{means} there would make large sums up to {gain:.1f}x faster (64 MiB: {limit.seconds_then:.2g} s "
+            f"{means} there would make a large all_reduce up to {gain:.1f}x faster (64 MiB: {limit.seconds_then:.2g} s "
             f"instead of {limit.seconds:.2g} s, as predicted). compress='auto' sends fewer bytes over it as it is."
         )
         yield Finding("note", "slow-link", text, remedy)

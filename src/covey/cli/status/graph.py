@@ -45,7 +45,7 @@ def graph(run: str, found: RunNetwork | None, width: int | None) -> Text:
 def _headline(run: str, found: RunNetwork, width: int | None) -> list[str]:
     counts = f"{plural(len(found.hosts), 'machine')} at {plural(len(found.network.trunks), 'site')}"
     text = f"run {run}: {counts}, measured {duration(found.age)} ago"
-    texts = [text, f"plan of large sums: {found.plan}"] if found.plan else [text]
+    texts = [text, f"plan of large all_reduces: {found.plan}"] if found.plan else [text]
     return [line for each in texts for line in (wrap(each, width) if width else [each])]
 
 

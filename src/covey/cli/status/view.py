@@ -66,7 +66,7 @@ def _agents(picture: Picture, width: int | None) -> list[Text]:
         Column("address", [agent.address for agent in agents], leave_out=1),
         Column("covey", [agent.version for agent in agents], leave_out=3),
     ]
-    hint = "no run of the cluster goes on" if not picture.runs else ""
+    hint = "no run of the cluster is running" if not picture.runs else ""
     return [*_texts(lay_out(columns, width, "dim")), *(Text(line) for line in _wrapped(hint, width) if line)]
 
 

@@ -26,7 +26,7 @@ def top(
     ] = "",
     cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
 ) -> None:
-    """Watch runs in the terminal: ranks, who waits for whom, machines, links, events and output, every second.
+    """Watch runs in the terminal: ranks and their waits, machines, links, events and output, every second.
 
     Letters act: ? lists them, q leaves. Watching does nothing to a run, and needs nothing of its program; what it
     reports with group.report(step=..., loss=...) is shown as a curve.

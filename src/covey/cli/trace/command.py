@@ -88,7 +88,10 @@ def trace(
         except ConfigError:
             if cluster is not None or not (flights := latest_of(folder(), words[0])):
                 raise
-            say(f"no run {words[0]!r} goes on; these are the last operations of the latest that failed here", err=True)
+            say(
+                f"no run {words[0]!r} is running; these are the last operations of the latest that failed here",
+                err=True,
+            )
     else:
         flights = [read(Path(word)) for word in words]
     timeline = merge(flights, measured)
@@ -135,7 +138,7 @@ def read_latest(place: Path) -> list[Flight]:
     """Return what the processes of the run whose file is the newest have written around that time."""
     flights = latest_of(place)
     if not flights:
-        raise ConfigError(f"there are no files of ranks in {place}; name a run that goes on{here()}, or the files")
+        raise ConfigError(f"there are no files of ranks in {place}; name a run that is running{here()}, or the files")
     return flights
 
 

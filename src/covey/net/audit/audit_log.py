@@ -208,7 +208,7 @@ def note(
 
 def warn(error: ConfigError) -> None:
     """Warn that the log cannot be written."""
-    logger.warning("the audit log is not written: %s. Everything else goes on", error)
+    logger.warning("the audit log is not written: %s. Everything else continues", error)
 
 
 def append(notes: Sequence[Note], folder: Path | None = None) -> None:

@@ -47,7 +47,7 @@ class FailedWait(msgspec.Struct, frozen=True, kw_only=True):
     node: Text
     """Its name."""
     wait: Wait
-    """What it waited for, as it would have told those who ask."""
+    """What it waited for, in the words with which it would have answered a command."""
 
 
 def keep_wait(failed: FailedWait) -> None:

@@ -128,7 +128,7 @@ class SleepClock:
     """Tells how long this machine has slept, by a clock that runs on meanwhile and one that does not."""
 
     def __init__(self, awake: Callable[[], float], always: Callable[[], float]) -> None:
-        """`awake` stops while the machine sleeps, `always` does not; nobody sets either."""
+        """`awake` stops while the machine sleeps, `always` does not; neither clock is ever set."""
         self._awake, self._always = awake, always
         self._before = always() - awake()
 

@@ -259,14 +259,14 @@ def find_local_run(name: str) -> LocalRunFound | None:
     found = [run for run in local_runs() if name in (run.name, str(run.pid))]
     if len(found) > 1:
         pids = " and ".join(str(run.pid) for run in found)
-        raise ConfigError(f"{len(found)} runs {name!r} go on here; name one by its process: {pids}")
+        raise ConfigError(f"{len(found)} runs {name!r} are running here; name one by its process: {pids}")
     return found[0] if found else None
 
 
 def _read_about(folder: str) -> LocalRunFound:
     """Read the description of a run; OSError or ValueError if the folder has none, or the run is over."""
     if not is_of_this_user(os.lstat(folder)) or not has_keeper(folder):
-        raise ValueError("not a run of this user that goes on")
+        raise ValueError("not a running run of this user")
     pid, size, name = _read(os.path.join(folder, RUN_FILE), RUN_FILE_LIMIT).decode().split(" ", 2)
     if not 0 < int(size) < LOCAL_RANKS_LIMIT:
         raise ValueError(f"{size} ranks")

@@ -124,14 +124,14 @@ class PastRun:
 
     @property
     def lasted(self) -> float | None:
-        """How many seconds it ran; until now, if it goes on; None if nobody knows when it ended."""
+        """Seconds from its start to its end, or to now while it runs; None if its end is not known."""
         if self.record.ended is not None:
             return max(self.record.ended - self.record.began, 0.0)
         return max(time.time() - self.record.began, 0.0) if self.is_running else None
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended with an error, or without a word, and nobody stopped it."""
+        """Whether it has ended with an error, or without a word, and was not stopped."""
         record = self.record
         is_well = record.ended is not None and (not record.code or record.reason.startswith(STOPPED_BY))
         return not self.is_running and not is_well
@@ -209,7 +209,7 @@ class SavedRun:
         if not why or why == self._told:
             return ""
         self._told = why
-        return f"output cannot be kept in {self.folder} ({why}); the run goes on without that"
+        return f"output cannot be kept in {self.folder} ({why}); the run continues without that"
 
     def note_absence(self, absence: Absence) -> None:
         """Note that this machine takes no part in the run; the same again when more is known of it."""

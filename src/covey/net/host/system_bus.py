@@ -234,7 +234,7 @@ class SystemBus:
             yield _Message(kind, fields, body)
 
     def _note(self, message: _Message) -> None:
-        """Keep a signal; drop what nobody waits for any more."""
+        """Keep a signal; drop signals that no caller waits for any more."""
         if message.kind == _SIGNAL:
             fields = message.fields
             self._signals.append(BusSignal(str(fields.get(_INTERFACE)), str(fields.get(_MEMBER)), message.body))

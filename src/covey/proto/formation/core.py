@@ -353,7 +353,7 @@ class Formation:
         if self._deciding.lock is not None:
             return f"{self._me.name} has accepted another proposal"
         if self.lineages.current:
-            return f"{self._me.name} knows of a run of this name that may be going on"
+            return f"{self._me.name} knows of a run of this name that may be running"
         if self.lineages.ending(proposal) is not None:
             return f"{self._me.name} knows that this founding came to nothing"
         if self._founding.has_too_few_hosts(members):
@@ -408,7 +408,7 @@ class Formation:
         if self._deciding.lock is not None:
             return self._deciding.describe(self._deciding.lock)
         if (other := self.going_on) is not None:
-            return f"the run is already going on with {', '.join(other.names)}"
+            return f"the run is already running with {', '.join(other.names)}"
         if self.lineages.current:
             names = ", ".join(self.lineages.names(self.lineages.current)) or "unknown nodes"
             return (

@@ -109,7 +109,7 @@ class HandlerThreads:
         try:
             job()
         except BaseException:  # SystemExit, too: a thread of covey does not end by what the program raises
-            logger.exception("%s: a thread goes on after an error", self._name)
+            logger.exception("%s: a thread continues after an error", self._name)
 
     def close(self) -> None:
         """End the threads, each after the job that it runs; jobs that still come get a thread of their own."""
@@ -171,7 +171,7 @@ class HandlerLoop:
                     loop.run_forever()
                     break
                 except BaseException:  # SystemExit of a task or a callback that a function has left behind
-                    logger.exception("%s: the loop of asynchronous functions goes on after an error", self._name)
+                    logger.exception("%s: the loop of asynchronous functions continues after an error", self._name)
         finally:
             with contextlib.suppress(BaseException):
                 loop.run_until_complete(asyncio.gather(*self._tasks.values(), return_exceptions=True))

@@ -105,7 +105,7 @@ class AttemptLanes:
             except DeadlineError:
                 host.stalled(since, (slot,))
             except ScarceError as error:  # of this process: the others hear that it gave up, and why
-                raise ConnectError(f"{host.operation.describe()} cannot go on: {error}") from error
+                raise ConnectError(f"{host.operation.describe()} cannot continue: {error}") from error
             except ConnectError as error:
                 host.lane_closed(slot, error)
             except ClosedError:

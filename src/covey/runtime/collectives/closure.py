@@ -153,7 +153,7 @@ class Closure:
             self._freed.wait(OTHER_CLOSE_SECONDS)
 
     def forked(self) -> None:
-        """Let nobody wait in a forked child: the closing thread exists only in the parent."""
+        """End all waits in a forked child: the closing thread exists only in the parent."""
         self._freed = threading.Event()
         if self._failure.is_closed:
             self._freed.set()

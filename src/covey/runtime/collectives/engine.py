@@ -53,7 +53,7 @@ class Engine:
     """Wires the parts of a group on this rank, and runs its operations. A run of one has no node and sends nothing.
 
     Each part gets what it uses, from the ones below it: facts, ranks, lanes, the current operation and attempt; what
-    this rank can tell (`evidence`); how the group ends (`failure`); who is late (`stalls`); what a loss hides
+    this rank can tell (`evidence`); how the group ends (`failure`); which rank is late (`stalls`); what a loss hides
     (`suspicion`); what to do about trouble; attempts; and in a group that survives losses, `atomic`. None refers to the
     engine, and those below refer to those above only weakly: a group that is dropped is freed without a collection.
     """
@@ -359,7 +359,7 @@ class Engine:
             raise disagreement.error from None
         except BaseException:
             try:
-                with explained(f"{operation.describe()} cannot go on"):
+                with explained(f"{operation.describe()} cannot continue"):
                     raise
             except BaseException as error:
                 self.failure.operation_raised(error)

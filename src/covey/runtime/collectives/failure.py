@@ -175,7 +175,7 @@ class Failure:
             return  # the root was lost, which all ranks know; the group continues
         if self.fault is None:
             what = self._operation.describe()
-            why = str(error).removeprefix(f"{what} cannot go on: ")
+            why = str(error).removeprefix(f"{what} cannot continue: ")
             text = f"rank {rank} gave up {what}: {type(error).__name__}: {why}"
             fault = Fault("PeerLostError", text, (rank,))
             self._roster.tell_keeper(text, b"")

@@ -205,7 +205,7 @@ def _why_plain(engine: DescribedEngine, attempt: Attempt, nbytes: int) -> str:
     if attempt.size < 3:
         return "plain: there are fewer than three ranks"
     if nbytes < PLANNED_BYTES:
-        return f"plain: sums below {show_bytes(PLANNED_BYTES)} depend on round trips more than on speed"
+        return f"plain: all_reduces below {show_bytes(PLANNED_BYTES)} depend on round trips more than on speed"
     if engine.facts.config.plan == "plain":
         return "plain: plan='plain' asks for it"
     return "plain: all ranks are on one machine"

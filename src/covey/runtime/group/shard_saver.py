@@ -273,7 +273,7 @@ class ShardSaver:
     def _agreed(
         self, terms: Mapping[int, SaveTerms]
     ) -> tuple[tuple[SavedArray, ...], dict[int, list[tuple[int, Box]]]]:
-        """Return the arrays of the state, and who has what; raise the same error on all ranks if they do not agree."""
+        """Return the arrays of the state and the ranks that hold them; the same error on all ranks if they differ."""
         raise_failures(
             {rank: each.failure for rank, each in terms.items()},
             f"the checkpoint of step {self._step} was not saved",

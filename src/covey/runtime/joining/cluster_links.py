@@ -207,9 +207,9 @@ class ClusterLinks(RunLinks):
             names = printable(", ".join(here.names))
             began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(founded_at(lineage)))
             if lineage < formed.lineage:
-                self.views.outlived(f"an older run of the name {run!r} is going on with {names}, since {began}")
+                self.views.outlived(f"an older run of the name {run!r} is running with {names}, since {began}")
             else:
-                logger.warning("a second run of the name %r, younger than this one, goes on with %s since %s; it was "
+                logger.warning("a second run of the name %r, younger than this one, continues with %s since %s; it was "
                                "begun where this one could not be heard, and ends", run, names, began)  # fmt: skip
 
     def find(self, card: messages.Card) -> RemoteProcess | None:

@@ -136,7 +136,7 @@ class Joiner(MeshListener):
                 return formed
             if (other := self._formation.not_given_up) is not None:
                 raise ConfigError(
-                    f"run {self.run!r}, which --new or new=True was to replace, is going on with "
+                    f"run {self.run!r}, which --new or new=True was to replace, is running with "
                     f"{printable(', '.join(other.names))}; end it first, or give the new run another name"
                 )
             if self._formation.ending is not None:

@@ -92,7 +92,7 @@ class Situation:
 
 
 def _problem(where: str, reason: str) -> str:
-    """Return the problem with a node or an address as one phrase: nobody refuses at an address that does not answer."""
+    """Return the problem with a node or an address as one phrase; an address that does not answer refuses nothing."""
     for verb in ("cannot be reached: ", "says: "):
         if reason.startswith(verb):
             return f"{where} {verb}{reason.removeprefix(verb).removeprefix(f'{where}: ')}"

@@ -70,7 +70,7 @@ class RankLogs:
         self._missing[name] = missing + len(data) - taken, why
         self.is_complete = False
         is_news, self._told = self._told != why, why
-        return f"{self._folder / name} cannot be written ({why}); the run goes on without its logs" if is_news else ""
+        return f"{self._folder / name} cannot be written ({why}); the run continues without its logs" if is_news else ""
 
 
 def file_name(label: str) -> str:

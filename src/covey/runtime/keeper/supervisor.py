@@ -493,7 +493,7 @@ class _Supervisor:
             return
         (rank, self._lost_code), self._stopping_for = self._stopping_for, None
         self._code, self._steps = None, []
-        self.note(f"the others go on without {self._name(rank)}")
+        self.note(f"the others continue without {self._name(rank)}")
 
     def _name(self, rank: int) -> str:
         """Return what messages call a process: its rank, or the prefix of its output if that differs."""
@@ -508,7 +508,7 @@ class _Supervisor:
             self._waiting[rank] = time.monotonic() + RESTARTS.after(before + 1)
             return f"; starting it again ({before + 1} of {most})"
         self._run.will_not_return()
-        return "; the others go on" if self._alive or self._waiting else ""
+        return "; the others continue" if self._alive or self._waiting else ""
 
     def _is_over(self, rank: int) -> bool:
         """Tell whether the run has ended, apart from the process of this rank.
@@ -565,5 +565,5 @@ class _Supervisor:
         if not self._descriptors[other].failure and not is_same_file(1, 2):
             name = "output" if target == 1 else "standard error"
             room = (self._err if other == 2 else self._out).make_room()
-            text = f"covey: {name} cannot be written ({reason}); the run goes on without it\n"
+            text = f"covey: {name} cannot be written ({reason}); the run continues without it\n"
             self._write(other, room + text.encode())

@@ -113,7 +113,7 @@ class LaneAcceptor:
             return reason
         key = lane_key(offer.group, seat, offer.purpose, offer.attempt)
         if self._peers[seat].is_excluded:
-            return f"the run goes on without {name}"
+            return f"the run continues without {name}"
         if not self._groups.has_member(offer.group, seat):
             return f"{name} of the run is not in this group"
         if self._table.is_over(key) or self._tasks.is_closing:

@@ -318,7 +318,7 @@ class LaneResumption:
         state.dead_since, state.told = None, 0
         watched.path = self._path_to(watched.peer)
         self._connections.watch([sock], watched.group, watched.peer)
-        text = f"{lane.kind} lane goes on over {spell_connection(sock)}" + (f" instead of {before}" if before else "")
+        text = f"{lane.kind} lane continues over {spell_connection(sock)}" + (f" instead of {before}" if before else "")
         self._tell_of("moved", self._peers[watched.peer], text)
         self._tasks.spawn(self._push(watched))
 

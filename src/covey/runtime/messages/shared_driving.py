@@ -285,7 +285,7 @@ class SharedDriving(DrivingThread):
         try:
             job()
         except BaseException:  # jobs guard what they call; this is a fault of covey
-            logger.exception("%s: messages go on after an error of a job", self._name)
+            logger.exception("%s: messages continue after an error of a job", self._name)
 
     def join_background(self) -> None:
         """Wait until the background threads have ended, except one that runs a job. Without the lock."""

@@ -80,7 +80,7 @@ TABLE: Final = tuple(
         ("covey_suspicions_total", "counter", "How often a member was suspected because nothing was heard of it."),
         ("covey_elections_total", "counter", "Ballots about a view that stopped the operations of this process."),
         ("covey_events_total", "counter", "Events of the run, as `group.events` lists them.", ("kind",)),
-        ("covey_recovery_seconds_total", "counter", "Time from the first sign of a loss until operations went on."),
+        ("covey_recovery_seconds_total", "counter", "Time from the first sign of a loss until operations continued."),
         ("covey_step", "gauge", "The last step that the program has reported (`group.report`)."),
         ("covey_report", "gauge", "The last value of each name that the program has reported.", ("name",)),
         (

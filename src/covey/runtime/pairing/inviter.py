@@ -241,7 +241,9 @@ class Pairing:
             case SendPairing(connection, message):
                 sock = self._socks.get(connection)
                 if sock is not None:
-                    with contextlib.suppress(OSError):  # all of it fits; whoever does not read loses the connection
+                    with contextlib.suppress(
+                        OSError
+                    ):  # all of it fits; a machine that does not read loses the connection
                         sock.send(frame(message))
             case EndPairing(connection):
                 if (sock := self._socks.pop(connection, None)) is not None:

@@ -35,7 +35,7 @@ class Problems:
         """Begin without problems.
 
         `tell` gets the name of a node that is refused for the first time, or for another reason, and the reason; it
-        returns whether somebody listens.
+        returns whether a process listens there.
         """
         self._seeds, self._host, self._audit = seeds, host, audit
         self.refusals: dict[str, str] = {}

@@ -352,7 +352,9 @@ class Generation:
 
     def excluded(self, view: View) -> None:
         if view.ranks:
-            what = f"the run goes on without this process since view {view.number} of generation {self.number}: it left"
+            what = (
+                f"the run continues without this process since view {view.number} of generation {self.number}: it left"
+            )
             rest = "or the others could not hear it; join the run again to be in its next generation"
         else:
             what = f"the run is over since view {view.number} of generation {self.number}: its members have left"
@@ -381,7 +383,7 @@ class Generation:
 
     def waiting(self, effect: QuorumAwaited) -> None:
         logger.warning("%s: waiting up to %.0f s for %s: without a quorum of the %d members, or half of them with the "
-                       "tie-breaker, %s, this process does not go on", self._parts.run, effect.seconds,
+                       "tie-breaker, %s, this process does not continue", self._parts.run, effect.seconds,
                        self._name(effect.missing), len(self.view.ranks), self._name((effect.tie_breaker,)))  # fmt: skip
 
     def quorum_lost(self, effect: QuorumLost) -> None:
@@ -396,9 +398,9 @@ class Generation:
             answered = f"only {len(effect.here)} of the {size} members of view {self.view.number} answered"
             if is_quorum(self.view, effect.here):
                 answered = (
-                    f"{len(effect.here)} of the {size} members of view {self.view.number} seem to be here, but too "
+                    f"{len(effect.here)} of the {size} members of view {self.view.number} are linked with this one, "
                 )
-                answered += "few of them answered"
+                answered += "but too few of them answered"
             text = (
                 f"{answered}; a quorum needs {size // 2 + 1}, or half of them with the tie-breaker, "
                 f"{self._name((effect.tie_breaker,))}. {missing} did not answer within {self.patience:g} s. Start the "
@@ -406,7 +408,7 @@ class Generation:
                 "continue separately"
                 + (f". min_size={self._parts.floor} must be reached, too" if self._parts.floor > 1 else "")
             )
-        # Groups that end with their first loss go on without views.
+        # Groups that end with their first loss continue without views.
         self._end(Fault("QuorumLostError", text, tuple(map(Rank, effect.missing))), only_surviving=True)
 
     def failed(self, error: CoveyError) -> None:
@@ -468,7 +470,7 @@ def text_of_loss(
     gone += [f"{name} failed with {failure}" for name, failure, _ in members if failure]
     ranks = f"rank{'s' if rest[1:] else ''} {listed_ranks(rest)}"
     if on_loss == "continue":
-        return f"{', '.join(gone)}; {ranks} go{'' if rest[1:] else 'es'} on"
+        return f"{', '.join(gone)}; {ranks} continue{'' if rest[1:] else 's'}"
     if all(left) and not any(failures):
         return ", ".join(gone)  # in a group that ends with its first loss, members may leave at different times
     return f"{', '.join(gone)}; the group ends with an error on {ranks}"

@@ -149,7 +149,7 @@ class Views:
         """
         text = f"{rival}; this one is younger"
         if self._config.quorum == "any":
-            logger.warning("%s: %s, and goes on beside it (quorum='any')", self._run, text)
+            logger.warning("%s: %s, and continues beside it (quorum='any')", self._run, text)
             return
         logger.error("%s: %s, and ends", self._run, text)
         self.wishes.rival = text

@@ -125,7 +125,7 @@ def headline(used: TrainingWay, members: Sequence[Learner], line: SlowestLine) -
     computed = max(member.step_seconds for member in members)
     return (
         f"{len(members)} ranks, {used.text}: a step takes {_spell(used.step_seconds)}, {_spell(computed)} of it "
-        f"computing; sums at {line.bytes_per_second * 8 / 1e6:.3g} Mbit/s"
+        f"computing; all_reduces at {line.bytes_per_second * 8 / 1e6:.3g} Mbit/s"
     )
 
 

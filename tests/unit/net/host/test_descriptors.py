@@ -15,7 +15,7 @@ from covey.net.host.descriptors import explain, explained, is_exhausted
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS])
 def test_an_operation_that_finds_no_descriptor_says_what_to_do(number: int) -> None:
-    with pytest.raises(ConnectError, match="this cannot go on: ") as caught, explained("this cannot go on"):
+    with pytest.raises(ConnectError, match="this cannot continue: ") as caught, explained("this cannot continue"):
         raise OSError(number, "no")
     assert ("ulimit -n" in str(caught.value)) == (number == errno.EMFILE)
     assert isinstance(caught.value.__cause__, OSError)
@@ -26,7 +26,7 @@ def test_an_operation_that_finds_no_descriptor_says_what_to_do(number: int) -> N
     [OSError(errno.ECONNREFUSED, "no"), ConnectError("lost"), DeadlineError("late"), ValueError("odd"), OSError("odd")],
 )
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, explained("this cannot go on"):
+    with pytest.raises(type(error)) as caught, explained("this cannot continue"):
         raise error
     assert caught.value is error
     assert not is_exhausted(error)
