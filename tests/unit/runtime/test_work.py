@@ -38,7 +38,7 @@ def test_a_work_that_failed_raises_the_same_error_every_time() -> None:
 
 def test_a_wait_that_is_over_before_the_work_says_that_it_goes_on() -> None:
     work: Work[int] = Work("a long sum")
-    with pytest.raises(DeadlineError, match=r"a long sum is not done after the timeout of 0\.01 s; it goes on"):
+    with pytest.raises(DeadlineError, match=r"a long sum is not done after the timeout of 0\.01 s; it continues"):
         work.wait(0.01)
     work.finish(1)
     assert work.wait(0) == 1

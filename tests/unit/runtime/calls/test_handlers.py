@@ -72,7 +72,7 @@ def test_a_job_that_raises_ends_no_thread(caplog: pytest.LogCaptureFixture) -> N
         threads.run(done.release)
     wait_for(done, 3)
     until = time.monotonic() + DEADLINE
-    while "a thread goes on after an error" not in caplog.text:  # the thread that failed may be the last to get there
+    while "a thread continues after an error" not in caplog.text:  # the thread that failed may be the last to get there
         assert time.monotonic() < until
         time.sleep(0.01)
     threads.close()
