@@ -107,7 +107,7 @@ def test_a_denied_node_and_another_version_are_noted_by_the_key_they_proved() ->
     with victim(new_cluster(denied=frozenset({outcast.id}))) as prey:
         with Insider(prey, outcast) as member:
             assert isinstance(member.greeting, messages.Refusal)
-        with Insider(prey, other, hello={"version": 99}) as member:
+        with Insider(prey, other, hello={"version": 99, "versions": None}) as member:
             assert isinstance(member.greeting, messages.Refusal)
         denied, version = entries(prey, lambda found: len(found) == 2)
     assert (denied.event, denied.node, denied.name) == ("refused", outcast.id.hex(), outcast.name)

@@ -228,7 +228,7 @@ def test_a_member_cannot_pose_as_another(prey: Victim) -> None:
 
 def test_another_version_is_refused_with_the_reason(prey: Victim) -> None:
     mine, other = messages.VERSION, messages.VERSION + 1
-    with Insider(prey, hello={"version": other}) as member:
+    with Insider(prey, hello={"version": other, "versions": None}) as member:
         assert isinstance(member.greeting, messages.Refusal)
         assert not member.greeting.retry
         assert f"speaks protocol {other}" in member.greeting.reason

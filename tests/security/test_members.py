@@ -374,7 +374,7 @@ def test_a_members_name_cannot_write_lines_or_colours_into_the_log(
     with contextlib.suppress(*BROKEN), Insider(prey, card={field: forged}) as insider:
         insider.link.sendall(decoding.frame(b"\xc1"))
         insider.ping()
-    with contextlib.suppress(*BROKEN), Insider(prey, card={field: forged}, hello={"version": 9}):
+    with contextlib.suppress(*BROKEN), Insider(prey, card={field: forged}, hello={"version": 9, "versions": None}):
         pass
     written = [record.getMessage() for record in caplog.records] + list(prey.node.problems.refusals)
     written += [call_on_loop(prey.joiner.situation)]

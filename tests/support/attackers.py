@@ -34,6 +34,7 @@ from covey.testing.proxy import Proxy
 from covey.wire import decoding, door, messages
 from covey.wire.formation import Terms
 from covey.wire.secret import ClusterSecret
+from covey.wire.versions import OURS
 
 if TYPE_CHECKING:
     import random
@@ -271,7 +272,7 @@ class Insider:
         try:
             values: dict[str, Any] = {
                 "version": messages.VERSION, "nonce": secrets.token_bytes(32), "purpose": purpose, "run": "run",
-                "rank": -1, "size": 0, "lanes": "secure", "card": self.card,
+                "rank": -1, "size": 0, "lanes": "secure", "card": self.card, "versions": OURS,
             }  # fmt: skip
             self.say(messages.Hello(**(values | (hello or {}))))
             self.greeting = messages.decode_handshake(hear(self.link))

@@ -20,6 +20,7 @@ from covey.runtime.joining import node as node_module
 from covey.runtime.joining.request import JoinRequest, JoinTarget
 from covey.runtime.peers.endpoint import cluster_endpoint
 from covey.wire import formation, messages
+from covey.wire.versions import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,7 +152,7 @@ class ThreadRun:
         wanted, config = self.wanted, self.config
         return formation.Terms(
             wanted.name, wanted.program, wanted.size, wanted.min_size, wanted.max_size, f"{messages.VERSION}",
-            config.lanes, config.on_loss,
+            config.lanes, config.on_loss, versions=OURS,
         )  # fmt: skip
 
     def __enter__(self) -> ThreadRun:
