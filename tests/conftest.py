@@ -91,3 +91,16 @@ def _forgetting_secrets() -> Iterator[None]:
     """No test joins with the secret that a test before it, in the same process, was given."""
     with forgetting_secrets():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_group_open() -> Iterator[None]:
+    """The test that joined a group closes it: a later test in the same process joins with other settings."""
+    yield
+    from covey.runtime.group.internals import engine_of  # imports numpy, which reads the variables above
+    from covey.runtime.joining import bootstrap
+
+    joined = bootstrap._joined
+    if joined is not None and not engine_of(joined[1]).is_over:
+        joined[1].close()
+        pytest.fail("this test has left a group open")

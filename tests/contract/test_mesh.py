@@ -83,4 +83,5 @@ def test_the_election_names_one_leader_and_the_term() -> None:
     found = run_threads(3, body, on_loss="continue")
     assert [(each.leader, each.generation, each.view) for each in found] == [(0, 0, 0)] * 3
     assert [each.state for each in found] == ["leading", "following", "following"]
-    assert covey.join().node.election == ("leading", 0, 0, 0)
+    with covey.join() as alone:
+        assert alone.node.election == ("leading", 0, 0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,10 +80,10 @@ def test_ranks_that_only_sent_learn_at_close_that_the_others_called_something_el
         for name, (calls, _) in CASES.items():
             part = group.split(0)
             assert part is not None
-            for each in calls[group.rank]:
-                call(part, each)
+            # A call returns at once, unless its lanes open so late that it hears of the others before it has sent.
+            found[name] = next(filter(None, (error_of(partial(call, part, each)) for each in calls[group.rank])), "")
             called.wait(DEADLINE)
-            found[name] = error_of(part.close)
+            found[name] = found[name] or error_of(part.close)
             assert error_of(part.close) == "", "it is told once"
             called.wait(DEADLINE)
         group.barrier()

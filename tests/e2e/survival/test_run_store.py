@@ -135,6 +135,7 @@ def test_the_entries_of_a_run_are_in_a_file_from_which_the_next_run_has_them(tmp
     def first(group: Group) -> None:
         store = group.node.store
         assert store.keys() == []
+        group.barrier()
         store.set_all({f"of {group.rank}": f"{group.rank}", f"large {group.rank}": large})
         store.set(f"leased {group.rank}", "", ttl=600)
         store.set(f"alive {group.rank}", "", until="member")
