@@ -34,6 +34,7 @@ with covey.join() as group:
     while not is_over[0]:
         is_over[0] = Path(__file__).with_suffix(".go").exists()
         group.all_reduce(is_over)
+        time.sleep(0.02)
     if group.rank == 2:
         sys.exit({code})
 """
@@ -183,7 +184,7 @@ def test_what_plain_python_prints_is_kept_if_one_asks_for_it() -> None:
 
 
 SPEAKS = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 import covey
 import numpy as np
@@ -196,6 +197,7 @@ with covey.join() as group:
     while not is_over[0]:
         is_over[0] = Path("enough").exists()
         group.all_reduce(is_over)
+        time.sleep(0.02)
 """
 
 

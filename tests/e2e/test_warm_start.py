@@ -366,7 +366,7 @@ def test_ranks_and_template_die_with_the_keeper(tmp_path: Path) -> None:
 
 def test_a_rank_that_failed_is_started_again_with_an_interpreter_of_its_own(tmp_path: Path) -> None:
     body = """
-        import os, signal
+        import os, signal, time
         import covey, numpy as np
         print("parent", os.getppid(), os.environ.get("COVEY_RESTART"))
         for group in covey.generations():
@@ -376,6 +376,7 @@ def test_a_rank_that_failed_is_started_again_with_an_interpreter_of_its_own(tmp_
                 group.all_reduce(np.ones(1))
                 if group.change_pending:
                     break
+                time.sleep(0.01)
             else:
                 break
     """
