@@ -197,6 +197,7 @@ with covey.join() as group:
     while not is_over[0]:
         is_over[0] = Path("enough").exists()
         group.all_reduce(is_over)
+        print("at work", flush=True)  # what comes later keeps no reader waiting
         time.sleep(0.02)
 """
 

@@ -200,7 +200,8 @@ def _show_of_all(run: str, cluster: str | None, printer: LinePrinter, *, follow:
                 if name not in told:
                     say(f"covey: {name} keeps its output to itself; `covey logs {run}` there shows it", err=True)
                 told.add(name)
-            quiet_since = time.monotonic() if lines else quiet_since
+            is_behind = far is not None and not far.has_told_all
+            quiet_since = time.monotonic() if lines and (follow or is_behind) else quiet_since
             state = next((each.state for each in collector.newest().runs if each.id == id), "ended")
             is_over = state in ("ended", "failed")
             if time.monotonic() - quiet_since > ALL_TOLD_SECONDS and (is_over or not follow):

@@ -426,11 +426,15 @@ class ClusterSource:
             for agent, number in self._programs.get(output.run, []):
                 program = output.program(agent.machine, agent.name, number, self._tails.get((agent.machine, number), 0))
                 if program is not None:
+                    left = BATCHES
                     with contextlib.suppress(CoveyError):
                         for batch in itertools.islice(
                             agent.stream("follow", number, program.next, False, False), BATCHES
                         ):
                             output.printed(program, batch)
+                            left -= 1
+                    program.has_more = left == 0
+            output.programs_asked = True
 
     def ask_programs(self) -> None:
         """Ask the agents which programs they run; on a thread of its own, every few seconds."""

@@ -44,8 +44,13 @@ class MachineOutput:
         """By name: up to where it is known."""
         self._refusals = 0
         self._asked_at = -AGAIN_EVERY
-        self.has_more = False
+        self.has_more = True
         """Whether there is more to be asked for at once."""
+
+    @property
+    def has_told_all(self) -> bool:
+        """Whether it has told all that was there when it was asked last, or tells nothing."""
+        return self.is_silent or not self.has_more
 
     @property
     def is_silent(self) -> bool:
@@ -91,6 +96,8 @@ class ProgramOutput:
 
     def __init__(self, machine: str, offset: int) -> None:
         self._machine, self.next = machine, offset
+        self.has_more = True
+        """Whether the agent has more of it than was read."""
         self._streams = {1: LineAssembly(), 2: LineAssembly()}
 
     def take(self, batch: OutputBatch) -> list[OutputLine]:
@@ -129,6 +136,15 @@ class FarOutput:
         self._lines: deque[OutputLine] = deque(maxlen=RING_LINES)
         self._dropped = 0
         self._taken_at = time.monotonic()
+        self.programs_asked = False
+        """Whether the agents have been asked for their programs."""
+
+    @property
+    def has_told_all(self) -> bool:
+        """Whether all machines and agents that answer have told what was there when they were asked last."""
+        with self._lock:
+            machines = all(each.has_told_all for each in self._machines.values())
+            return self.programs_asked and machines and not any(each.has_more for each in self._programs.values())
 
     @property
     def is_wanted(self) -> bool:
@@ -181,8 +197,9 @@ class FarOutput:
         """Return the output of an agent's program, up to where it is known; None if it is read here."""
         if machine.hex() == self.own_machine:
             return None
+        shown = self._names().get(machine.hex(), name)
         with self._lock:
-            return self._programs.setdefault((machine, number), ProgramOutput(name, 0 if self._wants_all else tail))
+            return self._programs.setdefault((machine, number), ProgramOutput(shown, 0 if self._wants_all else tail))
 
     def printed(self, program: ProgramOutput, batch: OutputBatch) -> None:
         """Take what an agent's program has printed."""
