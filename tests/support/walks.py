@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from covey.testing.netns import Host
 
-RUN = "walk"
+RUN = "train"
 CLUSTER = "home"
 NORTH, SOUTH, ATTIC = range(3)
 NAMES = ("north", "south", "attic")
