@@ -21,7 +21,7 @@ CERTIFICATES_SINCE: Final = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 RELEASED: Final = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 """No version of covey is older than this."""
 MAKE_CLUSTER: Final = (
-    "covey init makes a cluster and prints its join code; covey enroll takes the code on every other machine."
+    "covey init makes a cluster and shows a code of six digits; covey enroll on every other machine asks for it."
 )
 PHYSICAL: Final = ("wired", "wireless", "unknown")
 
