@@ -289,7 +289,7 @@ def test_11_machines_are_approved_denied_or_put_off(chromium: Chromium) -> None:
         assert page.locator(".applicants li").count() == 1, "what was put off stays away"
 
 
-def test_12_stop_needs_the_dialog_and_ends_the_run(chromium: Chromium, tmp_path: Path) -> None:
+def test_12_stop_needs_the_dialog_and_ends_the_run_which_the_history_lists(chromium: Chromium, tmp_path: Path) -> None:
     with RealRun(tmp_path, "ending") as run, RealPage(tmp_path, run.name) as served, chromium.viewer() as viewer:
         page = viewer.page(served.link)
         page.click("#stop")
@@ -303,6 +303,12 @@ def test_12_stop_needs_the_dialog_and_ends_the_run(chromium: Chromium, tmp_path:
         page.click("#stop-confirm")
         run.process.wait(GUARD)
         until_text(page, "#run-state", "ended", GUARD)
+        page.click("#past summary")
+        until_text(page, ".past .name", "ending", GUARD)
+        assert "stopped by" in text_of(page, ".past .outcome")
+        page.click(".past li summary")
+        until_text(page, ".past .facts", "4 ranks on", GUARD)
+        assert "covey logs " in text_of(page, ".past .facts .command")
         audit = (tmp_path / "home" / "audit" / "log.jsonl").read_text()
         assert "from the page" in audit
 

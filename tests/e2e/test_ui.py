@@ -39,6 +39,19 @@ def post(port: int, path: str, body: object, key: str = "") -> dict[str, Any]:
         connection.close()
 
 
+def get(port: int, path: str, token: str) -> list[dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+def own_name() -> str:
+    return os.uname().nodename.partition(".")[0]
+
+
 def test_a_run_is_seen_and_stopped_through_the_page(tmp_path: Path) -> None:
     with RealRun(tmp_path, "seen") as run, RealPage(tmp_path, run.name) as page:
         env = {**os.environ, "COVEY_HOME": str(tmp_path / "home")}
@@ -63,6 +76,10 @@ def test_a_run_is_seen_and_stopped_through_the_page(tmp_path: Path) -> None:
         post(page.port, "/api/stop", {"run": found["id"]}, token)
         run.process.wait(DEADLINE)
         assert "from the page" in (tmp_path / "home" / "audit" / "log.jsonl").read_text()
+        (past,) = get(page.port, "/api/past", token)
+        assert (past["run"], past["ranks"], past["machines"], past["state"]) == ("seen", 4, [own_name()], "ended")
+        assert past["report"]["step"] > 0
+        assert past["logs"] == f"covey logs {past['id']}"
         page.process.send_signal(signal.SIGTERM)
         assert page.process.wait(DEADLINE) == 0
         assert not list(folder.iterdir())

@@ -15,11 +15,13 @@ from tests.support.waiting import DEADLINE
 from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
 from covey.net.host import folders, saved_output, saved_runs
+from covey.net.host.run_notes import note_checkpoint, note_members
 from covey.net.host.saved_output import LOG_HEADER_BYTES, SavedOutput, read_log, tail_of
-from covey.net.host.saved_runs import OutputTerms, RunSummary, SavedRun, find_past_run, past_runs
+from covey.net.host.saved_runs import OutputTerms, RunSummary, SavedRun, find_past_run, past_runs, whole_runs
 from covey.runtime.metrics import inspection
 from covey.watch.far_output import MachineOutput
 from covey.watch.output import OutputReader, RunFollower
+from covey.watch.past import newest_rows, row_of
 from covey.wire import messages
 from covey.wire import reports as wire
 
@@ -111,6 +113,45 @@ def test_only_so_many_runs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> No
         a_run(f"run-{number}", 1000.0 + number).end(0, "")
     saved_runs.tidy(1 << 30)
     assert [run.record.name for run in past_runs()] == [f"run-{number}" for number in range(4, 9)]
+
+
+def test_a_run_on_several_machines_and_the_share_of_this_one_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(name: str, began: float, *machines: str, by_agent: bool = False) -> SavedRun:
+        record = RunSummary(
+            name=name, cluster="home", machine="north", machines=machines or ("north",), pid=os.getpid(), began=began,
+            processes=2 * len(machines) or 2, by_agent=by_agent,
+        )  # fmt: skip
+        return SavedRun(record, output_bytes=0, total_bytes=0)
+
+    detached = begun("train", 800.0, by_agent=True)
+    detached.end(0, "")
+    by_hand, beside = begun("train", 900.0), begun("train", 901.0, by_agent=True)
+    share, whole = begun("train", 1000.0, by_agent=True), begun("train", 1000.2, "north-6zo7", "south-jjej")
+    begun("other", 1001.0, by_agent=True)
+    begun("other", 2000.0, "north-6zo7", "south-jjej").end(0, "")
+    monkeypatch.setenv("COVEY_KEPT_FOLDER", str(share.folder))
+    note_members(3, ["north", "south"])
+    note_checkpoint("/models/7")
+    found = whole_runs()
+    assert [(run.record.name, run.record.began) for run in found] == [
+        ("train", 800.0), ("train", 900.0), ("train", 901.0), ("train", 1000.2), ("other", 1001.0), ("other", 2000.0)
+    ]  # fmt: skip
+    assert found[3].share is not None
+    assert found[3].share.id == share.folder.name
+    assert found[3].members() == (4, ("north", "south"))
+    assert found[3].checkpoints() == ["/models/7"]
+    assert found[1].members() == (2, ("north",))
+    row = row_of(found[3])
+    assert (row["ranks"], row["machines"], row["state"], row["logs"]) == (
+        4,
+        ["north", "south"],
+        "running",
+        "covey logs train",
+    )
+    assert newest_rows()[0]["run"] == "other"
+    for run in (by_hand, beside, share, whole):
+        run.end(1, "rank 1 failed")
+    assert newest_rows()[2]["has_failed"] is True
 
 
 def _die(home_folder: str) -> None:

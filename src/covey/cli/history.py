@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from msgspec import to_builtins
 
 from covey.base.errors import ConfigError
 from covey.base.text import duration
 from covey.cli.layout import Column, room, table, wrap
 from covey.cli.terminal import say
-from covey.net.host.saved_runs import find_past_run, past_runs
-from covey.runtime.metrics.flight import traces_of
+from covey.net.host.saved_runs import find_past_run, whole_runs
+from covey.watch.past import logs_command, row_of, traces_of_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +25,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 SHOWN_RUNS: Final = 20
 """Runs that are listed without --all."""
-AFTER_SECONDS: Final = 10.0
-"""How long after its end a run may still write files with its last operations."""
 
 
 @app.command()
@@ -46,20 +42,21 @@ def history(
     """
     if run:
         return _show(run, as_json=as_json)
-    found = list(reversed(past_runs()))
+    found = list(reversed(whole_runs()))
     if as_json:
-        return typer.echo(json.dumps([as_row(each) for each in found]))
+        return typer.echo(json.dumps([row_of(each) for each in found]))
     if not found:
         return say("No run was started on this machine. `covey run` starts one, `covey demo` shows one.")
     shown = found if everything else found[:SHOWN_RUNS]
+    members = [run.members() for run in shown]
     columns = [
         Column("RUN", [run.record.name for run in shown]),
         Column("BEGAN", [_when(run.record.began) for run in shown]),
         Column("LASTED", [duration(run.lasted) if run.lasted is not None else "" for run in shown], leave_out=2),
         Column("END", [run.outcome() for run in shown], wraps=True),
         Column("LAST REPORT", [_report(run.last_report(), 2) for run in shown], leave_out=1, wraps=True),
-        Column("RANKS", [str(run.record.processes) for run in shown], leave_out=3, is_right=True),
-        Column("MACHINES", [", ".join(run.record.machines) for run in shown], leave_out=4, wraps=True),
+        Column("RANKS", [str(ranks) for ranks, _ in members], leave_out=3, is_right=True),
+        Column("MACHINES", [", ".join(machines) for _, machines in members], leave_out=4, wraps=True),
     ]
     typer.echo(table(columns, room()))
     if len(shown) < len(found):
@@ -67,11 +64,11 @@ def history(
 
 
 def _show(name: str, *, as_json: bool) -> None:
-    run = find_past_run(name)
+    run = find_past_run(name, whole_runs())
     if run is None:
         raise ConfigError(f"no run {name!r} was started on this machine; `covey history` lists those that were")
     if as_json:
-        return typer.echo(json.dumps(as_row(run)))
+        return typer.echo(json.dumps(row_of(run)))
     width = max((room() or 1000) - 14, 20)
     for title, text in _facts(run):
         for at, line in enumerate(wrap(text, width) if text else ()):
@@ -81,6 +78,7 @@ def _show(name: str, *, as_json: bool) -> None:
 def _facts(run: PastRun) -> Iterator[tuple[str, str]]:
     """Yield what is known of a run, each with a title."""
     record, lasted = run.record, run.lasted
+    ranks, machines = run.members()
     yield "run", f"{record.name}{f' of cluster {record.cluster}' if record.cluster else ''}"
     yield "id", run.id
     yield "began", _when(record.began) + (f", lasted {duration(lasted)}" if lasted is not None else "")
@@ -88,7 +86,7 @@ def _facts(run: PastRun) -> Iterator[tuple[str, str]]:
     for at, absence in enumerate(record.absences):
         yield "away" if at == 0 else "", _absence(record.machine, absence)
     yield "command", record.program
-    yield "ranks", f"{record.processes} on {', '.join(record.machines) or record.machine}"
+    yield "ranks", f"{ranks} on {', '.join(machines) or record.machine}"
     yield "last report", _report(run.last_report(), None) or "none: group.report(step=step, loss=loss) makes one"
     checkpoints, traces = run.checkpoints(), traces_of_run(run)
     yield "checkpoints", checkpoints[-1] if checkpoints else "none is known of"
@@ -96,11 +94,7 @@ def _facts(run: PastRun) -> Iterator[tuple[str, str]]:
         yield "", path
     for at, path in enumerate(reversed(traces)):
         yield "traces" if at == 0 else "", path
-    is_elsewhere = record.machine not in record.machines
-    yield (
-        "output",
-        f"covey logs {run.id if run.logs() else record.name}" if run.logs() or is_elsewhere else "none is kept",
-    )
+    yield "output", logs_command(run) or "none is kept"
 
 
 def _absence(machine: str, absence: Absence) -> str:
@@ -108,41 +102,6 @@ def _absence(machine: str, absence: Absence) -> str:
     lasted = "" if absence.returned is None else f", for {duration(max(absence.returned - absence.left, 0.0))}"
     at = "" if absence.step is None else f"; left at step {absence.step}"
     return f"{_when(absence.left)}{lasted}: {machine} {absence.why}{at}"
-
-
-def traces_of_run(run: PastRun) -> list[str]:
-    """Return the files with the last operations of a run's processes, the latest last."""
-    ended = run.record.ended if run.record.ended is not None else time.time()
-    return list(map(str, traces_of(run.record.name, run.record.began, ended + AFTER_SECONDS)))
-
-
-def as_row(run: PastRun) -> dict[str, object]:
-    """Return a run as plain values, for JSON."""
-    record, lasted, report = run.record, run.lasted, run.last_report()
-    return {
-        "id": run.id,
-        "run": record.name,
-        "cluster": record.cluster,
-        "machines": list(record.machines),
-        "program": record.program,
-        "ranks": record.processes,
-        "pid": record.pid,
-        "began": record.began,
-        "ended": record.ended,
-        "seconds": round(lasted, 1) if lasted is not None else None,
-        "state": "running" if run.is_running else "ended" if record.ended is not None else "ended unexpectedly",
-        "code": record.code,
-        "reason": record.reason,
-        "absences": [to_builtins(each) for each in record.absences],
-        "report": None if report is None else _plain(report),
-        "checkpoints": run.checkpoints(),
-        "traces": traces_of_run(run),
-    }
-
-
-def _plain(report: LastReported) -> dict[str, Any]:
-    values = {name: value if math.isfinite(value) else str(value) for name, value in report.values.items()}
-    return {"rank": report.rank, "step": report.step, "at": report.at, "values": values}
 
 
 def _report(report: LastReported | None, most: int | None) -> str:

@@ -57,6 +57,7 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
     from covey.watch.actions import Actions
     from covey.watch.collector import open_collector
     from covey.watch.far_output import outputs_of
+    from covey.watch.past import newest_rows
 
     is_over = threading.Event()
 
@@ -69,7 +70,7 @@ def _serve(run: str, port: int, cluster: str | None, *, is_browser_wanted: bool,
             stack.callback(signal.signal, number, handler)
         collector = stack.enter_context(open_collector(run, cluster))
         actions, outputs = Actions(collector, "from the page"), outputs_of(collector)
-        page = stack.enter_context(PageServer(collector, actions, outputs=outputs, port=port))
+        page = stack.enter_context(PageServer(collector, actions, outputs, port, past=newest_rows))
         file = stack.enter_context(LinkFile(page.port, page.tickets.link_key))
         link = page.new_link()
         _print(link, as_json=as_json)

@@ -49,6 +49,7 @@ FILES: Final = {
             "charts",
             "timeline",
             "logs",
+            "past",
             "actions",
         )
     },
@@ -59,6 +60,7 @@ ACCESS: Final = {
     "/api/overviews": Access.READ,
     "/api/history": Access.READ,
     "/api/output": Access.READ,
+    "/api/past": Access.READ,
     "/api/enter": Access.ENTER,
     "/api/link": Access.LINK,
     "/api/checkpoint": Access.ACT,
@@ -139,8 +141,12 @@ class PageServer:
         outputs: Outputs | None = None,
         port: int = 0,
         tickets: Tickets | None = None,
+        *,
+        past: Callable[[], list[dict[str, object]]] | None = None,
     ) -> None:
         """Listen at once; port 0 takes a free one. Without `outputs` the page says that it has none.
+
+        `past` returns the runs that this machine remembers, the newest first; without it the page lists none.
 
         Raises:
             ConfigError: the port cannot be listened at.
@@ -148,6 +154,7 @@ class PageServer:
         self._source = source
         self._actions = actions
         self._outputs = outputs
+        self._past = past or list
         self.tickets = tickets or Tickets()
         self._files = {path: _read(name) for path, (name, _) in FILES.items()}
         self._acting = threading.Lock()
@@ -189,6 +196,8 @@ class PageServer:
                 assert self._outputs is not None
                 page = self._outputs.lines(_first(asked, "run"), _first(asked, "since"))
                 return _json(page)
+            case "/api/past":
+                return _json(_with_words(self._past()))
             case "/api/enter":
                 return self._enter(request)
             case "/api/link":

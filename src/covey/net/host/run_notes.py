@@ -1,4 +1,4 @@
-"""What the processes of a run note in its folder for `covey history`: last reports, and where checkpoints are.
+"""What the processes of a run note in its folder for `covey history`: its members, last reports, where checkpoints are.
 
 `covey run` names the folder to its processes. Notes are small, and a process that cannot write one goes on without.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from covey.base.text import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 KEPT_FOLDER: Final = "COVEY_KEPT_FOLDER"
@@ -28,6 +29,11 @@ SHOWN_CHECKPOINTS: Final = 10
 NOTE_FILES_LIMIT: Final = 1024
 READ_LIMIT: Final = 64 << 10
 NOTED_NAMES_LIMIT: Final = 32
+MEMBERS_FILE: Final = "members"
+"""The file with a line for each generation: its number of ranks and its machines."""
+MEMBERS_BYTES: Final = 64 << 10
+NOTED_MACHINES_LIMIT: Final = 64
+"""Machines that are noted of a run."""
 
 
 class LastReported(NamedTuple):
@@ -41,16 +47,21 @@ class LastReported(NamedTuple):
 
 def note_checkpoint(path: str) -> None:
     """Note where this process has saved a checkpoint, if its run is kept."""
+    _append(CHECKPOINTS_FILE, CHECKPOINTS_BYTES, os.path.abspath(path))
+
+
+def _append(name: str, most: int, value: object) -> None:
+    """Append a line of JSON to a note of this run; one of more than `most` bytes begins anew: what is in it is old."""
     folder = os.environ.get(KEPT_FOLDER, "")
     if not folder:
         return
     with contextlib.suppress(OSError):
-        file = os.path.join(folder, CHECKPOINTS_FILE)
-        if os.path.exists(file) and os.path.getsize(file) > CHECKPOINTS_BYTES:
-            os.unlink(file)  # what is in it is old
+        file = os.path.join(folder, name)
+        if os.path.exists(file) and os.path.getsize(file) > most:
+            os.unlink(file)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.write(descriptor, json.dumps(os.path.abspath(path)).encode() + b"\n")
+            os.write(descriptor, json.dumps(value).encode() + b"\n")
         finally:
             os.close(descriptor)
 
@@ -64,6 +75,32 @@ def noted_checkpoints(folder: Path) -> list[str]:
             found.pop(path, None)
             found[path] = None
     return list(found)[-SHOWN_CHECKPOINTS:]
+
+
+class NotedMembers(NamedTuple):
+    """The members of a run, over all its generations."""
+
+    ranks: int
+    """In the largest generation."""
+    machines: tuple[str, ...]
+    """All that have been in it, by name, the first ones first."""
+
+
+def note_members(ranks: int, machines: Iterable[str]) -> None:
+    """Note how many ranks a generation has, and on which machines, if the run of this process is kept."""
+    names = list(dict.fromkeys(machines))[:NOTED_MACHINES_LIMIT]
+    _append(MEMBERS_FILE, MEMBERS_BYTES, {"ranks": ranks, "machines": names})
+
+
+def noted_members(folder: Path) -> NotedMembers | None:
+    """Return the members of a run; None if none are noted."""
+    ranks, machines = 0, dict[str, None]()
+    for line in _read(folder / MEMBERS_FILE, -2 * MEMBERS_BYTES).splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            about = json.loads(line)
+            ranks = max(ranks, int(about["ranks"]))
+            machines.update((printable(str(name), 100), None) for name in about["machines"][:NOTED_MACHINES_LIMIT])
+    return NotedMembers(ranks, tuple(machines)[:NOTED_MACHINES_LIMIT]) if ranks else None
 
 
 def last_reported(folder: Path) -> LastReported | None:

@@ -9,10 +9,11 @@ total, the number of runs too; the oldest goes first, and never that of a run th
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -24,11 +25,11 @@ from covey.base.text import printable
 from covey.base.version import NewerFormatError, check_format, newer_file
 from covey.net.host import folders
 from covey.net.host.locks import LockHolder
-from covey.net.host.run_notes import last_reported, noted_checkpoints
+from covey.net.host.run_notes import last_reported, noted_checkpoints, noted_members
 from covey.net.host.saved_output import KEEPER_FOLDER, SavedOutput, log_bytes, logs_in, remove_log
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from covey.net.host.run_notes import LastReported
@@ -47,6 +48,8 @@ TIDY_BYTES: Final = 8 << 20
 """After so much new output, the bound on the total is looked after again."""
 STOPPED_BY: Final = "stopped by "
 """How the reason of a run begins that a signal has ended."""
+SHARE_SECONDS: Final = 10.0
+"""An agent has begun its share of a run at most so long before the terminal wrote down that the run has begun."""
 KEPT_COMMAND_LIMIT: Final = 200
 """Characters of the command that are kept."""
 
@@ -121,6 +124,8 @@ class PastRun:
     folder: Path
     record: RunSummary
     is_running: bool
+    share: PastRun | None = None
+    """Of a run that was started from here on several machines: what an agent has started of it on this one."""
 
     @property
     def lasted(self) -> float | None:
@@ -152,11 +157,23 @@ class PastRun:
 
     def last_report(self) -> LastReported | None:
         """Return what its program has reported last; None if it has reported nothing."""
-        return last_reported(self.folder)
+        return last_reported(self._with_ranks.folder)
 
     def checkpoints(self) -> list[str]:
         """Return where it has saved its last checkpoints, the latest last."""
-        return noted_checkpoints(self.folder)
+        return noted_checkpoints(self._with_ranks.folder)
+
+    def members(self) -> tuple[int, tuple[str, ...]]:
+        """Return how many ranks it had at most, and the machines that have been in it, as far as is known here."""
+        noted, record = noted_members(self._with_ranks.folder), self.record
+        if noted is None:
+            return record.processes, record.machines
+        return max(noted.ranks, record.processes), noted.machines
+
+    @property
+    def _with_ranks(self) -> PastRun:
+        """What the ranks on this machine belong to: they note what happens to them."""
+        return self.share or self
 
     def logs(self) -> list[tuple[str, Path]]:
         """Return the logs of its processes, by number, and last that of `covey run` itself."""
@@ -259,9 +276,32 @@ def past_runs() -> list[PastRun]:
     return found
 
 
-def find_past_run(name: str) -> PastRun | None:
-    """Return the latest run of this name, or the one with this id or process id; None if there is none."""
+def whole_runs() -> list[PastRun]:
+    """Return the runs that this machine remembers, the oldest first; its share of a run is not one of its own.
+
+    Raises:
+        ConfigError: covey's folder is open to others, or a file is of a later release.
+    """
     found = past_runs()
+    shares: dict[str, PastRun] = {}
+    for share in (run for run in found if run.record.by_agent):
+        of = [run for run in found if not run.record.by_agent and _contains(run, share)]
+        shares |= {run.id: share for run in of[-1:]}
+    hidden = {share.id for share in shares.values()}
+    return [replace(run, share=shares.get(run.id)) for run in found if run.id not in hidden]
+
+
+def _contains(run: PastRun, share: PastRun) -> bool:
+    """Tell whether an agent has started `share` for a run that this machine has started on several."""
+    whole, part = run.record, share.record
+    is_same = (whole.cluster, whole.name) == (part.cluster, part.name) and bool(whole.cluster)
+    ended = math.inf if run.is_running or whole.ended is None else whole.ended
+    return is_same and whole.machine not in whole.machines and whole.began - SHARE_SECONDS <= part.began <= ended
+
+
+def find_past_run(name: str, among: Sequence[PastRun] | None = None) -> PastRun | None:
+    """Return the latest run of this name, or the one with this id or process id; None if there is none."""
+    found = past_runs() if among is None else among
     exact = [run for run in found if name in (run.id, str(run.record.pid))]
     named = [run for run in found if run.record.name == name]
     return next(iter(reversed(named or exact)), None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from covey.base.errors import CoveyError, RemoteProtocolError
 from covey.base.numbers import Seat
+from covey.net.host.run_notes import note_members
 from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.events import Event
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
@@ -176,6 +177,7 @@ class GenerationTable:
         names = tuple(member.card.name for member in strangers)
         self._events.add(Event("joined" if ranks else "generation", time.time(), founded.generation, 0, ranks, names))
         cards = [member.card for member in founded.members]
+        self._note(cards, generation.rank)
         came = cards if before is None else [member.card for member in strangers]
         self._audit.founded(founded.generation, generation.rank, cards, came, self._card)
         generation.open()
@@ -190,6 +192,13 @@ class GenerationTable:
                 with contextlib.suppress(SkippedMessageError):
                     self.agreeing(seat, message)
         return generation
+
+    def _note(self, cards: Sequence[messages.Card], rank: int) -> None:
+        """Note the members of a generation for `covey history`: one process of each machine does so."""
+        here = [card.contact.host for card in cards]
+        if here.index(here[rank]) == rank:
+            by_host = {card.contact.host: card.host_name or card.name for card in reversed(cards)}
+            note_members(len(cards), [by_host[host] for host in dict.fromkeys(here)])
 
     def _is_new(self, member: messages.SeatedMember) -> bool:
         return member.seat != self._peers.seat and member.seat not in self._peers

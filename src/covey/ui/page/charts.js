@@ -69,11 +69,16 @@ function redraw() {
   show(byId("loss-reading"), has_report);
   if (!has_report) hint();
   else curve(byId("loss-plot"), byId("loss-reading"), chosen);
-  parts(byId("steps-plot"), byId("steps-reading"));
+  const has_steps = points.some((point) => point.compute_seconds !== null && point.compute_seconds !== undefined);
+  for (const id of ["steps-plot", "steps-legend", "steps-span"]) show(byId(id), has_steps);
+  show(byId("steps-hint"), !has_steps);
+  if (has_steps) parts(byId("steps-plot"), byId("steps-reading"));
+  else put(byId("steps-reading"), "");
 }
 
 function hint() {
-  put(byId("loss-hint"), shown_run ? "The program reports no loss. One line is enough: group.report(step=step, loss=loss)" : "No run to show.");
+  const is_waiting = shown_run?.state === "waiting";
+  put(byId("loss-hint"), is_waiting ? "The run has not begun." : shown_run ? "The program reports no loss. One line is enough: group.report(step=step, loss=loss)" : "No run to show.");
 }
 
 const recent = () => {

@@ -5,6 +5,7 @@ import { show_curves } from "./charts.js";
 import { byId, command, keyed, make, mark, options, put, show } from "./elements.js";
 import { show_output } from "./logs.js";
 import { show_machines } from "./machines.js";
+import { show_past } from "./past.js";
 import { show_ranks } from "./ranks.js";
 import { begin, on_overview, on_state, silence } from "./session.js";
 import { show_happenings } from "./timeline.js";
@@ -54,6 +55,7 @@ function render() {
   show_happenings(run);
   show_output(run, newest.machines);
   show_run_actions(run);
+  show_past(newest);
   show(byId("add"), newest.cluster);
   document.body.classList.toggle("one-machine", newest.machines.length === 1 && run !== null);
   render_live();
@@ -128,16 +130,17 @@ function render_figures(run) {
   for (const [name, value] of reports.slice(0, 2)) figures.push([name, number(value), "", !Number.isFinite(value_of(value))]);
   if (!reports.length) figures.push(["Loss", UNKNOWN, ""]);
   figures.push(["Samples", run.samples_per_second === null ? UNKNOWN : `${many(run.samples_per_second)}/s`, ""]);
-  const parts = run.compute_seconds === null ? "" : `compute ${seconds(run.compute_seconds)}, sync ${seconds(run.sync_seconds)}`;
+  const parts = run.compute_seconds === null ? "" : `compute ${seconds(run.compute_seconds)}, sync ${seconds(run.sync_seconds)}`.replaceAll(/ (m?s)\b/g, "\u00a0$1");
   figures.push(["Step time", seconds(run.step_seconds), parts]);
-  figures.push(["Saved by compression", share(run.saved), ""]);
+  const is_plain = run.saved === null && run.ranks.some((rank) => rank.sent_per_second) && run.ranks.every((rank) => !rank.codec);
+  figures.push(["Saved by compression", is_plain ? "none is used" : share(run.saved), ""]);
   keyed(byId("figures"), figures, ([name]) => name, ([name]) => make("div", {}, make("dt", {}, name), make("dd"), make("dd", { class: "beside" })), update_figure);
 }
 
 function update_figure(element, [, value, beside, is_bad]) {
   const [, figure, note] = element.children;
   put(figure, value);
-  mark(figure, "class", is_bad ? "bad" : value === UNKNOWN ? "unknown" : null);
+  mark(figure, "class", is_bad ? "bad" : value === UNKNOWN || value === "none is used" ? "unknown" : null);
   put(note, beside);
 }
 

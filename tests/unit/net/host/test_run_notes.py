@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.net.host import run_notes
-from covey.net.host.run_notes import last_reported, note_checkpoint, noted_checkpoints
+from covey.net.host.run_notes import last_reported, note_checkpoint, note_members, noted_checkpoints, noted_members
 from covey.runtime.metrics import flight
 from covey.runtime.report_files import LastReport
 from covey.wire.progress import ReportRow
@@ -65,6 +65,25 @@ def test_checkpoints_are_noted_each_once_and_the_file_is_bounded(kept: Path, mon
     monkeypatch.delenv("COVEY_KEPT_FOLDER")
     note_checkpoint("/models/step 101")
     assert noted_checkpoints(kept)[-1] == "/models/step 99"
+
+
+def test_members_are_those_of_all_generations_and_the_file_is_bounded(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert noted_members(kept) is None
+    note_members(4, ["north", "south", "south"])
+    note_members(2, ["north"])
+    with (kept / "members").open("a") as file:
+        file.write('nonsense\n{"ranks": "x"}\n[]\n')
+    note_members(3, ["north", "at\x1btic"])
+    assert noted_members(kept) == (4, ("north", "south", "at\\x1btic"))
+    monkeypatch.setattr(run_notes, "MEMBERS_BYTES", 1000)
+    for number in range(100):
+        note_members(number, [f"machine {number}"])
+    assert (kept / "members").stat().st_size < 1100
+    found = noted_members(kept)
+    assert found is not None
+    assert (found.ranks, found.machines[-1]) == (99, "machine 99")
 
 
 def test_the_traces_of_a_run_are_those_of_its_name_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
