@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import signal
 
 from tests.e2e.test_cluster_commands import Terminal
+from tests.support import pipes
 from tests.support.machines import end, heard, wait_until_joined
 
 from covey.net.keys.identity import NodeIdentity
@@ -15,8 +17,10 @@ from covey.wire.secret import decode_join_code
 KEY = secrets.token_bytes(32)
 
 
-def test_nodes_that_run_keep_the_new_secret_and_their_run_goes_on(lab) -> None:
-    one, two, away = lab.owned("lab", KEY, "one", "two", "away")
+def test_nodes_and_agents_that_run_keep_the_new_secret_and_their_run_goes_on(lab) -> None:
+    one, two, away, idle = lab.owned("lab", KEY, "one", "two", "away", "idle")
+    agent = idle.start("-m", "covey", "up")
+    assert "is up in the cluster 'lab'" in pipes.stdout(agent).readline()
     nodes = [one.node("mine", size=2), two.node("mine", size=2)]
     wait_until_joined(nodes)
     ended = one.covey("secret", "rotate", "--yes", "--json")
@@ -25,8 +29,8 @@ def test_nodes_that_run_keep_the_new_secret_and_their_run_goes_on(lab) -> None:
     secret, _, owner, _ = decode_join_code(report["join_code"])
     assert owner.hex() == json.loads(away.covey("secret", "show", "--json").stdout)["owner"]
     assert (report["cluster"], secret.name) == ("lab", "lab")
-    assert [(node["kept"], node["problem"]) for node in report["nodes"]] == [(True, "")] * 2
-    assert one.key("lab") == two.key("lab") == secret.key != KEY
+    assert [(node["kept"], node["problem"]) for node in report["nodes"]] == [(True, "")] * 3
+    assert one.key("lab") == two.key("lab") == idle.key("lab") == secret.key != KEY
     assert away.key("lab") == KEY
     for node in nodes:
         node.stdin.write("\n")
@@ -39,6 +43,9 @@ def test_nodes_that_run_keep_the_new_secret_and_their_run_goes_on(lab) -> None:
     enrolled = away.covey("enroll", "-", stdin=report["join_code"])
     assert "has the new secret of the cluster 'lab'" in enrolled.stdout, enrolled.stderr
     wait_until_joined([machine.node("next", size=3) for machine in (one, two, away)])
+    assert len(json.loads(away.covey("status", "--json").stdout)["agents"]) == 1, "it is found by the new secret"
+    agent.send_signal(signal.SIGTERM)
+    end(agent)
 
 
 def test_a_node_that_cannot_keep_it_says_why_and_is_named(lab) -> None:

@@ -103,7 +103,7 @@ def rotate(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before the secret is changed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; goes with --yes.")] = False,
 ) -> None:
-    """Make a new secret for a cluster, and send it to all running nodes that are not denied.
+    """Make a new secret for a cluster, and send it to all running nodes and agents that are not denied.
 
     Works on the machine with the owner key, where `covey init` was run. A node accepts the secret only with the
     owner's signature for this node. Machines that do not get it need the new join code: `covey enroll`.
@@ -121,7 +121,8 @@ def rotate(
     with visiting(old, group_config(effective_environment()), announce=False) as visit:
         with working(f"looking for nodes of {old.name} that run now ...", quiet=as_json):
             look_around(visit)
-        cards = _chosen([state.card for state in visit.members()], to)
+        running = {card.id: card for card in (*visit.agents(), *(state.card for state in visit.members()))}
+        cards = _chosen(list(running.values()), to)
         if not yes:
             _ask(old, cards)
         new = owner.rotate(old, grace)  # stored here first, so that it cannot be lost
@@ -159,7 +160,7 @@ def _ask(cluster: Cluster, cards: list[messages.Card]) -> None:
         say(f"These nodes of {cluster.name!r} run now and will get the new secret:")
         typer.echo(f"\n{_listed(cards)}\n")
     else:
-        say(f"No node of {cluster.name!r} runs now: every other machine will need the new join code.")
+        say(f"No node and no agent of {cluster.name!r} runs now: every other machine will need the new join code.")
     if cluster.denied:
         say(f"The nodes denied here ({', '.join(sorted(map(short_id, cluster.denied)))}) will not.")
     typer.confirm(f"Change the secret of {cluster.name!r}?", abort=True)
