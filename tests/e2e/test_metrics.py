@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,6 @@ from covey.runtime.metrics.flight import NOTE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 STEPS = """
 import covey, numpy as np, sys
@@ -138,6 +138,7 @@ def test_a_signal_to_covey_run_writes_the_operations_of_all_ranks_and_trace_show
     assert asked.returncode == 0, asked.stderr
     told = json.loads(asked.stdout)
     assert (told["run"], told["ranks"], told["file"]) == ("job", 3, str(run.folder / "home/traces/job.trace.json"))
+    assert Path(told["file"]).stat().st_mode & 0o077 == 0, "what is in covey's folder is private"
     assert [(each["name"], each["inside"], each["missing"]) for each in told["stuck"]] == [("barrier", [0, 2], [1])]
     made = run.folder / "home" / "traces" / "job.trace.json"
     assert made.exists()

@@ -97,13 +97,22 @@ def trace(
     timeline = merge(flights, measured)
     target = out or folder() / f"{_file_name(run or flights[0].run)}.trace.json"
     try:
-        target.write_text(json.dumps(chrome_trace(timeline)))
+        _write(target, json.dumps(chrome_trace(timeline)), is_private=out is None)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}; choose another file with --out") from error
     if as_json:
         return typer.echo(json.dumps(summary(timeline, run or flights[0].run, target)))
     typer.echo(report(timeline, room()))
     say(f"{target} is for ui.perfetto.dev, or for chrome://tracing")
+
+
+def _write(target: Path, text: str, *, is_private: bool) -> None:
+    """Write a file; in covey's folder, which is private, one that only its user may read."""
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600 if is_private else 0o666)
+    with open(descriptor, "w") as file:
+        if is_private:
+            os.fchmod(descriptor, 0o600)
+        file.write(text)
 
 
 def _file_name(run: str) -> str:
