@@ -327,7 +327,7 @@ def test_wrong_answers_are_refused_with_one_line_for_all(caplog: pytest.LogCaptu
 
     run(work)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
-    words = "test has refused a connection: refused a connection that does not have this cluster's key"
+    words = "test has refused a connection: the other end does not have this cluster's key"
     assert lines == [("WARNING", words)]
 
 

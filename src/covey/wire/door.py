@@ -69,11 +69,11 @@ def check(key: bytes, challenge: bytes, given: bytes) -> Purpose:
     """Return the purpose in an answer; raise AuthError unless it proves the key for this challenge."""
     said, proof = given[: 1 + BOUND_BYTES], given[1 + BOUND_BYTES :]
     if not hmac.compare_digest(proof, hmac.digest(key, _DOOR_LABEL + challenge + said, "sha256")):
-        raise AuthError("refused a connection that does not have this cluster's key")
+        raise AuthError("the other end does not have this cluster's key")
     try:
         return Purpose(said[0])
     except ValueError:
-        raise AuthError(f"refused a connection with an unknown purpose, {said[0]}") from None
+        raise AuthError(f"the other end has an unknown purpose, {said[0]}") from None
 
 
 PROOF_BYTES: Final = 32

@@ -239,7 +239,7 @@ class Acceptor:
         level = logging.WARNING if isinstance(error, AuthError) else logging.INFO
         count, last = self.turned_away, error or type(error).__name__
         many = "a connection" if count == 1 else f"{count} connections; the last one"
-        self._logs[level].log(level, "%s has refused %s: %s", self._name, many, last)
+        self._logs[level].log(level, "%s has refused %s: %s", self._name or "this node", many, last)
 
     def about_strangers(self) -> str:
         """Return a clause about the connections that did not have the key, or ""."""
