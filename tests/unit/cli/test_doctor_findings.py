@@ -17,6 +17,7 @@ from covey.cli.doctor.facts import (
     Machine,
     MetNode,
     NetworkFacts,
+    PastWait,
     PrivatePath,
     SeedFacts,
     WaitFacts,
@@ -209,7 +210,7 @@ def test_a_seed_that_answered_after_all_is_no_finding() -> None:
 def test_a_seed_that_hangs_up_has_another_secret() -> None:
     facts = replace(ALONE, seeds=(SeedFacts(text="10.0.0.5:47700", answered=False, hung_up=True, problem="x"),))
     assert found(facts) == [("problem", "wrong-secret-at-seed")]
-    assert "covey init --show home" in findings(facts)[0].remedy
+    assert "`covey pair` on the one that has the right secret" in findings(facts)[0].remedy
 
 
 @pytest.mark.parametrize(("nodes", "weight"), [((), "problem"), ((BETA,), "note")])
@@ -240,6 +241,23 @@ def test_a_machine_that_missed_a_new_secret_is_told_so(is_owner: bool) -> None:
     assert (finding.weight, finding.code) == ("problem", "old-secret")
     assert "covey secret rotate" in finding.text
     assert "`covey enroll` on the one that has the old" in finding.remedy
+
+
+def test_another_secret_is_one_finding_also_where_links_are_refused_for_it() -> None:
+    stranger = replace(CABLE, foreign=("10.0.0.9:47700", "10.0.0.8:47700"))
+    refusals = {
+        "10.0.0.9:47700": "10.0.0.9:47700 did not accept this cluster's secret",
+        "10.0.0.7:47700": "says: denied",
+    }
+    facts = replace(ALONE, interfaces=(LOOPBACK, stranger), knows_others=True, refusals=refusals)
+    assert sorted(found(facts)) == [("problem", "old-secret"), ("problem", "refused")]
+    assert "10.0.0.8:47700, 10.0.0.9:47700 have another secret" in findings(facts)[0].text + findings(facts)[1].text
+    wait = WaitFacts(cause="nodes", text="1 of 2 nodes so far", problems=refusals)
+    waits = replace(facts, last_wait=PastWait(run="train", node="alpha", ago=9.0, seconds=60.0, wait=wait))
+    (told,) = [finding for finding in findings(waits) if "did not accept this cluster's secret" in finding.text]
+    assert told.code == "gave-up"
+    assert "on the one that has the old" in told.remedy
+    assert "old-secret" not in [code for _, code in found(waits)]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ class Obstacle(enum.Enum):
     UNKNOWN = enum.auto()
 
 
+WRONG_SECRET: Final = "did not accept this cluster's secret"
+"""What a link says whose other end has another secret."""
 _OBSTACLE_SIGNS: Final = {
     Obstacle.REFUSED: (os.strerror(errno.ECONNREFUSED),),
     Obstacle.SILENCE: (NO_ANSWER, os.strerror(errno.ETIMEDOUT)),
@@ -76,7 +78,7 @@ _OBSTACLE_SIGNS: Final = {
     ),
     Obstacle.NO_NAME: ("write a numeric address",),
     Obstacle.MALFORMED: ("is not host:port",),
-    Obstacle.SECRET: ("did not accept this cluster's secret",),
+    Obstacle.SECRET: (WRONG_SECRET,),
     Obstacle.CLOCK_HERE: ("not yet valid",),
     Obstacle.CLOCK_THERE: ("ALERT_BAD_CERTIFICATE", "ALERT_CERTIFICATE_EXPIRED"),
     Obstacle.DENIED: ("denied", "approv"),
@@ -104,8 +106,9 @@ def cure(problem: str, where: str, cluster: str = "") -> str:
         "address is right: ip address, ip route",
         Obstacle.NO_NAME: f"The name in {where} cannot be looked up. Write a numeric address, or correct the name.",
         Obstacle.MALFORMED: f"Write it as HOST or HOST:PORT, for example 192.0.2.10:{NODE_PORTS[0]}",
-        Obstacle.SECRET: f"Enroll one of the two machines with the join code of the other: covey init --show {cluster} "
-        "there, covey enroll here. After covey secret rotate, restart programs that still use the old secret.",
+        Obstacle.SECRET: f"If both machines should be in {cluster!r}, type `covey pair` on the one that has the right "
+        "secret, and `covey enroll` on the other. After covey secret rotate, restart programs that still use the old "
+        "secret.",
         Obstacle.CLOCK_HERE: "Set the clock of this machine: timedatectl set-ntp true",
         Obstacle.CLOCK_THERE: f"The node at {where} holds the same secret and rejects this node's certificate, so its "
         "clock is wrong. Set the clock of that machine: timedatectl set-ntp true",

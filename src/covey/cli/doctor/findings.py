@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from covey.base.settings import NODE_PORTS, RELAY_PORT
@@ -11,6 +12,7 @@ from covey.cli.doctor.finding import (
     PORT_RANGE,
     UNKNOWN_CURE,
     WEIGHTS,
+    WRONG_SECRET,
     Finding,
     Obstacle,
     Weight,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from covey.cli.doctor.facts import Facts, NetworkFacts, SeedFacts
 
 CLOCK_DIFFERENCE_SECONDS: Final = 5.0
+_WHY_ANOTHER_SECRET: Final = ("two-clusters", "old-secret")
 MOST_DROPPED: Final = 50
 """Up to this many dropped packets are normal, for example when many nodes start at once on one machine."""
 MOST_TOO_MANY: Final = 50
@@ -98,7 +101,23 @@ def findings(facts: Facts) -> list[Finding]:
     found = [finding for check in _CHECKS for finding in check(facts)]
     if any(finding.code in _WHY_NOBODY for finding in found):  # each cause once
         found = [finding for finding in found if finding.code != "nobody"]
+    found = _one_about_the_secret(found, facts.cluster)
     return sorted(found, key=lambda finding: WEIGHTS.index(finding.weight))
+
+
+def _one_about_the_secret(found: list[Finding], cluster: str) -> list[Finding]:
+    """Say once that another machine has another secret: with the run that waits for it, and the cure that fits best."""
+    of_secret = cure(WRONG_SECRET, "", cluster)
+    told = [finding for finding in found if finding.remedy == of_secret]
+    waits = [finding for finding in told if finding.text.startswith("Run ")]  # as all of `waits` begin
+    why = next((finding for finding in found if finding.code in _WHY_ANOTHER_SECRET), None)
+    if not waits and why is None:
+        return found
+    left = [finding for finding in found if finding not in told or finding in waits]
+    if why is None or not waits:
+        return left
+    cured = [replace(finding, remedy=why.remedy) if finding in waits else finding for finding in left]
+    return [finding for finding in cured if finding != why]
 
 
 # Which nodes are found and linked
@@ -182,7 +201,7 @@ def _seeds(facts: Facts) -> Iterator[Finding]:
     for seed in facts.seeds:
         if seed.hung_up:
             text = f"The node at seed {seed.text} closed the connection at the door: it has another secret."
-            remedy = cure("did not accept this cluster's secret", seed.text, facts.cluster)
+            remedy = cure(WRONG_SECRET, seed.text, facts.cluster)
             yield Finding("problem", "wrong-secret-at-seed", text, remedy)
         elif seed.problem and not seed.answered and seed.text not in told:
             silent.setdefault(obstacle(seed.problem), []).append(seed)
@@ -201,8 +220,8 @@ def _foreign(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "problem",
             "two-clusters",
-            f"{some(places)} announces another cluster, and no other node has ever been in {facts.cluster!r} of this "
-            "machine: `covey init` was probably typed on both.",
+            f"{some(places)} {'announces' if len(places) == 1 else 'announce'} another cluster, and no other node has "
+            f"ever been in {facts.cluster!r} of this machine: `covey init` was probably typed on both.",
             "Type `covey pair` on one of the two machines and `covey enroll` on the other, which asks whether to give "
             "its own cluster up.",
         )
@@ -210,9 +229,9 @@ def _foreign(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "problem",
             "old-secret",
-            f"{some(places)} has another secret than cluster {facts.cluster!r} has on this machine, which has met "
-            "others of the cluster before: the secret was probably changed (covey secret rotate) while one of the two "
-            "was off.",
+            f"{some(places)} {'has' if len(places) == 1 else 'have'} another secret than cluster {facts.cluster!r} has "
+            "on this machine, which has met others of the cluster before: the secret was probably changed (covey "
+            "secret rotate) while one of the two was off.",
             "Type `covey pair` on a machine that has the new secret, and `covey enroll` on the one that has the old. "
             "If it is another user's cluster, ignore it.",
         )

@@ -172,7 +172,7 @@ class Joiner(MeshListener):
             if since and not mesh.met and now - max(since) > WRONG_SECRET_SECONDS:
                 self._fail(AuthError(
                     f"{', '.join(seeds)} closed the connection at the door: the secret of cluster "
-                    f"{mesh.cluster.name!r} differs there. Enroll this machine with a join code from there."
+                    f"{mesh.cluster.name!r} differs there. Type `covey pair` there and `covey enroll` here."
                 ))  # fmt: skip
 
     def _fail(self, error: AuthError | ConfigError) -> None:

@@ -66,10 +66,10 @@ class Situation:
         if not foreign:
             return ""
         shown, more = ", ".join(foreign[:FOREIGN_SHOWN]), len(foreign) - FOREIGN_SHOWN
+        where = f"{shown}{f' and {more} more' if more > 0 else ''} {'announce' if foreign[1:] else 'announces'}"
         return (
-            f"{shown}{f' and {more} more' if more > 0 else ''} announces another secret than cluster "
-            f"{self._mesh.cluster.name!r} has here: if that machine should be in it, type `covey pair` here and `covey "
-            "enroll` there"
+            f"{where} another secret than cluster {self._mesh.cluster.name!r} has here: if that machine should be in "
+            "it, type `covey pair` here and `covey enroll` there"
         )
 
     async def keep_logging(self, is_decided: Callable[[], bool]) -> None:
