@@ -65,14 +65,12 @@ group.close()
 """
 SPINES: Final = {
     "a join between two nodes": (
-        *("runtime.joining.bootstrap:join", "runtime.joining.bootstrap:join_with", "runtime.joining.bootstrap:_join"),
+        *("runtime.joining.bootstrap:join", "runtime.joining.bootstrap:join_with"),
         *("runtime.joining.cluster_join:join_run", "runtime.joining.cluster_join:join_run.<locals>.become_a_node"),
-        *("runtime.joining.cluster_join:_seat", "runtime.joining.joiner:Joiner.open"),
         *("runtime.peers.cluster_mesh:ClusterMesh.open", "runtime.peers.search:Search.run"),
         *("runtime.peers.follower:HintFollower.found", "runtime.peers.follower:HintFollower._follow"),
-        *("runtime.peers.follower:HintFollower._try", "runtime.peers.cluster_mesh:ClusterMesh._dial_hint"),
-        *("runtime.peers.dialer:Dialer.dial", "runtime.links.address_race:dial_any"),
-        *("runtime.links.address_race:_first_of", "runtime.links.address_race:_dial_in_turn"),
+        *("runtime.peers.follower:HintFollower._try", "runtime.peers.dialer:Dialer.dial"),
+        *("runtime.links.address_race:dial_any", "runtime.links.address_race:_first_of"),
         *("runtime.links.handshake:dial", "runtime.links.handshake:_dial"),
         *("runtime.peers.cluster_mesh:ClusterMesh._linked", "runtime.joining.joiner:Joiner.linked"),
         *("proto.joining:Joining.link_up", "proto.formation.core:Formation.link_up"),
@@ -80,10 +78,9 @@ SPINES: Final = {
         *("runtime.links.link:Link._deliver", "runtime.peers.mesh:LinkMesh._received"),
         *("runtime.peers.cluster_mesh:ClusterMesh.heard", "runtime.joining.joiner:Joiner.heard"),
         *("proto.joining:Joining.heard", "proto.formation.core:Formation.received"),
-        *("runtime.joining.joiner:Joiner.seated", "runtime.joining.node:NodeParts.__init__"),
-        *("runtime.joining.joiner:Joiner.carry_on", "runtime.views.views:Views.begin"),
-        *("runtime.joining.bootstrap:group_of", "runtime.collectives.engine:Engine.__init__"),
-        "runtime.group.group:Group.__init__",
+        *("runtime.joining.joiner:Joiner.take_seat", "runtime.joining.node:NodeParts.__init__"),
+        *("runtime.views.views:Views.begin", "runtime.joining.bootstrap:group_of"),
+        *("runtime.collectives.engine:Engine.__init__", "runtime.group.group:Group.__init__"),
     ),
     "a loss under a keeper": (
         *("runtime.collectives.atomic:AtomicOperations.disturbed", "runtime.views.generation:Generation.disturbed"),

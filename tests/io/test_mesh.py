@@ -151,7 +151,7 @@ def test_two_nodes_that_dial_each_other_at_the_same_time_end_with_one_link(attem
     async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
         one, other = await meshes.add(cluster), await meshes.add(cluster)
-        dials = [one.dial(other.card.contact.addresses), other.dial(one.card.contact.addresses)]
+        dials = [one.dial(Hint(other.card.contact.addresses)), other.dial(Hint(one.card.contact.addresses))]
         await asyncio.gather(*dials[:: -1 if attempt % 2 else 1])
         await until(lambda: only_links(one, other))
         ends = only_links(one, other)
@@ -173,10 +173,10 @@ def test_nothing_is_lost_while_two_nodes_exchange_their_link_for_another() -> No
         small, large = sorted([await meshes.add(cluster), await meshes.add(cluster)], key=lambda node: node.card.id)
         heard: list[bytes] = []
         small.listener.heard = lambda _, message: heard.append(message.body)
-        await large.dial(small.card.contact.addresses)
+        await large.dial(Hint(small.card.contact.addresses))
         await until(lambda: know_each_other(small, large))
         first = large.met[small.card.id].link
-        dialling = asyncio.ensure_future(small.dial(large.card.contact.addresses))
+        dialling = asyncio.ensure_future(small.dial(Hint(large.card.contact.addresses)))
         sent = 0
         while not small.met[large.card.id].is_dialled or large.met[small.card.id].link is first or sent < 100:
             for _ in range(10):
@@ -216,7 +216,7 @@ def test_a_seed_that_is_a_node_itself_is_no_problem() -> None:
     async def work(meshes: Meshes) -> None:
         cluster = new_cluster()
         one = await meshes.add(cluster)
-        await one.dial(one.card.contact.addresses, seed=seed_of(one))
+        await one.dial(Hint(one.card.contact.addresses), seed=seed_of(one))
         assert one.met == {}
         assert one.report_problems() == {}
         assert not one.problems.hung_up
@@ -258,10 +258,10 @@ def test_a_visitor_that_has_left_is_not_looked_for_and_no_problem() -> None:
         await until(lambda: len(waiting.visitors) == 0)
         assert waiting.follower._hints.due(time.monotonic() + 1000, 100, lambda _hint: False) == []
         for hint in (here, there):  # as if an announcement of it came late
-            assert await waiting._dial_hint(hint) is DialOutcome.NO_NODE
+            assert await waiting.dial(hint) is DialOutcome.NO_NODE
         assert waiting.report_problems() == {}
         seed = f"127.0.0.1:{port + 1}"
-        await waiting.dial((messages.Address("127.0.0.1", port + 1, "lo"),), seed=seed)
+        await waiting.dial(Hint((messages.Address("127.0.0.1", port + 1, "lo"),)), seed=seed)
         assert list(waiting.report_problems()) == [seed]  # other places are reported as ever
 
     run(work)
@@ -313,7 +313,7 @@ def test_a_denied_node_is_refused_and_named_on_both_sides() -> None:
         await until(lambda: reason in one.problems.refusals.values() and other.report_problems())
         assert other.report_problems() == {seed_of(one): f"says: {reason}"}
         assert one.met == other.met == {}
-        await one.dial(other.card.contact.addresses)  # nor does it help to be dialled
+        await one.dial(Hint(other.card.contact.addresses))  # nor does it help to be dialled
         await until(lambda: not other.met)
         assert one.met == {}
 
@@ -328,7 +328,7 @@ def test_an_identity_in_use_elsewhere_is_refused_and_the_later_one_is_told() -> 
         in_use = f"identity {short_id(early.card.id)} is in use by process {early.card.pid}"
         await until(lambda: any(in_use in reason for reason in late.report_problems().values()))
         assert any(in_use in reason for reason in early.problems.refusals.values())
-        await early.dial(late.card.contact.addresses)
+        await early.dial(Hint(late.card.contact.addresses))
         assert "Was the configuration folder copied from there?" in late.problems.refusals["this node"]
         assert "this node" not in early.problems.refusals
         assert early.met == late.met == {}
@@ -646,7 +646,7 @@ def test_closing_at_any_moment_of_a_handshake_leaves_nothing_behind() -> None:
         for turns in (0, 1, 3, 10, 30):
             nodes = [await meshes.add(cluster, announce=True) for _ in range(3)]
             dials = [
-                asyncio.create_task(one.dial(other.card.contact.addresses))
+                asyncio.create_task(one.dial(Hint(other.card.contact.addresses)))
                 for one in nodes
                 for other in nodes
                 if one is not other
@@ -676,7 +676,7 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
                 nodes.append(Joiner(cluster, CONFIG, endpoint, TERMS))
             smaller, larger = sorted(nodes, key=lambda node: node.card.id)
             for node in nodes:
-                await node.open()
+                await node.mesh.open()
             formed, _ = await asyncio.gather(larger.form(10), smaller.form(10))
             (remote,) = larger.seated(formed).values()
             used: list[object] = []
@@ -689,11 +689,11 @@ def test_a_second_link_takes_nothing_away_from_a_run_that_goes_on() -> None:
 
             larger.links.link_changed = note  # type: ignore[method-assign,assignment]
             port = smaller.card.contact.addresses[0].port
-            await larger.mesh.dial((messages.Address("127.0.0.1", port),), same_host=True)
+            await larger.mesh.dial(Hint((messages.Address("127.0.0.1", port),), same_host=True))
             assert all(link is in_use for link in used), "a link that the smaller one is about to close was used"
         finally:
             for node in nodes:
-                await node.close()
+                await node.mesh.close()
                 node.endpoint.on_close()
 
     async def bounded() -> None:

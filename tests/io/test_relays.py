@@ -21,6 +21,7 @@ from covey.runtime.peers import better_ways, relay_registration
 from covey.runtime.peers import cluster_mesh as mesh_module
 from covey.runtime.peers import relays as relays_module
 from covey.runtime.peers.follower import DialOutcome
+from covey.runtime.peers.hints import Hint
 from covey.runtime.relaying import server as server_module
 from covey.runtime.relaying.pipe import Throttle
 from covey.runtime.relaying.server import RelayLimits, RelayThread
@@ -89,7 +90,7 @@ def test_two_nodes_meet_through_a_relay_and_each_knows_that(monkeypatch: pytest.
             cluster, where = new_cluster(), f"127.0.0.1:{port_of(server)}"
             one, other = [await meshes.add(new_cluster(secret=cluster.secret, relays=(where,))) for _ in range(2)]
             await registered(one, other)
-            assert await one.dial((), relay=other.card.contact.relay) is DialOutcome.LINKED
+            assert await one.dial(Hint((), relay=other.card.contact.relay)) is DialOutcome.LINKED
             await until(lambda: only_links(one, other))
             for here, there in ((one, other), (other, one)):
                 remote = here.met[there.card.id]
@@ -113,7 +114,7 @@ def test_a_link_leaves_the_relay_when_there_is_a_direct_way() -> None:
             cluster = new_cluster(relays=(f"127.0.0.1:{port_of(server)}",))
             one, other = await meshes.add(cluster), await meshes.add(cluster)
             await registered(one, other)
-            await one.dial((), relay=other.card.contact.relay)
+            await one.dial(Hint((), relay=other.card.contact.relay))
 
             def are_direct() -> bool:
                 links = only_links(one, other)
@@ -130,9 +131,9 @@ def test_a_relay_does_not_replace_a_direct_link() -> None:
             cluster = new_cluster(relays=(f"127.0.0.1:{port_of(server)}",))
             one, other = await meshes.add(cluster), await meshes.add(cluster)
             await registered(one, other)
-            await one.dial(other.card.contact.addresses)
+            await one.dial(Hint(other.card.contact.addresses))
             for source, target in ((one, other), (other, one)):
-                assert await source.dial((), relay=target.card.contact.relay) is DialOutcome.LINKED
+                assert await source.dial(Hint((), relay=target.card.contact.relay)) is DialOutcome.LINKED
             await until(lambda: server.counts().joined == 2)
             await asyncio.sleep(0.1)
             links = [node.met[peer.card.id].link for node, peer in ((one, other), (other, one))]
@@ -168,10 +169,10 @@ def test_a_relay_that_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> 
             await registered(one, other)
         await until(lambda: one.relays.problems and other.relays.problems)
         assert set(one.report_problems()) == set(cluster.relays)
-        assert await one.dial((), relay=other.card.contact.relay) is DialOutcome.NO_NODE
+        assert await one.dial(Hint((), relay=other.card.contact.relay)) is DialOutcome.NO_NODE
         async with relaying_at(port):
             await registered(one, other)
-            assert await one.dial((), relay=other.card.contact.relay) is DialOutcome.LINKED
+            assert await one.dial(Hint((), relay=other.card.contact.relay)) is DialOutcome.LINKED
 
     run(work)
 
@@ -223,7 +224,7 @@ def test_a_link_moves_to_the_relay_that_is_nearer_for_both_nodes_together(monkey
                 one = await meshes.add(new_cluster(secret=secret, relays=(f"127.0.0.1:{port_of(first)}", texts[1])))
                 other = await meshes.add(new_cluster(secret=secret, relays=(texts[0], f"127.0.0.1:{port}")))
                 await until(lambda: first.counts().registrations == 2)
-                assert await one.dial((), relay=other.card.contact.relay) is DialOutcome.LINKED
+                assert await one.dial(Hint((), relay=other.card.contact.relay)) is DialOutcome.LINKED
                 await until(lambda: relay_of(other, one) == texts[0])
                 async with relaying_at(port):
                     await until(lambda: relay_of(one, other) == texts[1])

@@ -115,7 +115,7 @@ def test_a_link_is_made_while_the_interfaces_cannot_be_listed(monkeypatch: pytes
         monkeypatch.setattr(interfaces, "all_interfaces", Shortage(interfaces.all_interfaces))
         _, there = interfaces._known
         monkeypatch.setattr(interfaces, "_known", (time.monotonic() - 60, there))
-        assert await second.dial(first.card.contact.addresses) is DialOutcome.LINKED
+        assert await second.dial(Hint(first.card.contact.addresses)) is DialOutcome.LINKED
         await until(lambda: second.met[first.card.id].measured.is_set())
         assert second.met[first.card.id].round_trip > 0
         told = second.describe()  # names the interface of each link

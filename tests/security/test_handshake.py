@@ -51,6 +51,7 @@ from covey.runtime.links import link as link_module
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.peers.endpoint import cluster_endpoint
+from covey.runtime.peers.hints import Hint
 from covey.runtime.peers.peer_table import ranks_of
 from covey.testing.proxy import Direction, Proxy
 from covey.wire import decoding, door, messages
@@ -246,7 +247,7 @@ def test_a_denied_node_is_refused_by_name_whichever_node_dials() -> None:
         same = type(prey.cluster)(prey.cluster.secret)
         with victim(same, outcast) as other:
             addresses = other.node.card.contact.addresses
-            on_loop(prey.node.dial(addresses))
+            on_loop(prey.node.dial(Hint(addresses)))
             assert outcast.id not in prey.node.met
         assert any("denied" in reason for reason in prey.node.problems.refusals.values())
         assert welcomes_members(prey)

@@ -22,7 +22,7 @@ from covey.runtime.peers import better_ways, relay_registration
 from covey.runtime.peers import dialer as dialer_module
 from covey.runtime.peers import relays as relays_module
 from covey.runtime.peers.follower import DialOutcome
-from covey.runtime.peers.hints import HINTS_LIMIT
+from covey.runtime.peers.hints import HINTS_LIMIT, Hint
 from covey.runtime.relaying.server import NOT_PROVED, RelayLimits
 from covey.wire import door, messages
 from covey.wire.decoding import FRAME_LENGTH, frame
@@ -89,7 +89,7 @@ async def relayed(
 
 
 async def meet(one: ClusterMesh, other: ClusterMesh) -> DialOutcome:
-    return await one.dial((), relay=other.card.contact.relay)
+    return await one.dial(Hint((), relay=other.card.contact.relay))
 
 
 def call_as_relay(server: Any, cluster: Cluster, node: ClusterMesh) -> socket.socket:
@@ -282,7 +282,7 @@ def test_a_registered_node_bears_whatever_a_relay_says(what: str, monkeypatch: p
             assert came <= 2 + relay_registration.CALLS_AT_ONCE
             assert len(node.follower._hints) <= HINTS_LIMIT
             member = await meshes.add(new_cluster(secret=cluster.secret))
-            assert await member.dial(node.card.contact.addresses) is DialOutcome.LINKED
+            assert await member.dial(Hint(node.card.contact.addresses)) is DialOutcome.LINKED
             await node.close()
 
     run(work)

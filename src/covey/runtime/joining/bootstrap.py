@@ -108,7 +108,14 @@ def join_with(request: JoinRequest) -> Group:
     try:
         if _joined is None or engine_of(_joined[1]).is_over:
             kept = _keep_output(target) if "COVEY_KEEP_OUTPUT" in os.environ else None
-            _joined = target, _join(target)
+            if target.launched is not None:
+                _joined = target, _join_launched(target.launched, target)
+            elif target.worker:
+                _joined = target, _worker_ranks(target.worker).join(target)
+            else:
+                from covey.runtime.joining.cluster_join import join_run  # imports all that clusters need
+
+                _joined = target, join_run(target)
             export_rank(_joined[1])
             if kept is not None:
                 kept.told_rank(_joined[1].rank)
@@ -120,21 +127,6 @@ def join_with(request: JoinRequest) -> Group:
         raise
     finally:
         _joining.release()
-
-
-def _join(target: JoinTarget) -> Group:
-    if target.launched is not None:
-        return _join_launched(target.launched, target)
-    if target.worker:
-        if _source is None:
-            raise ConfigError(
-                f"only the process that `covey worker` started can join as worker {target.worker!r}, not a program "
-                "that it starts in turn; start that one with `covey worker`, too"
-            )
-        return _source.join(target)
-    from covey.runtime.joining.cluster_join import join_run  # imports all that clusters need
-
-    return join_run(target)
 
 
 def _keep_output(target: JoinTarget) -> OwnOutput | None:
@@ -152,6 +144,16 @@ def _take_secret() -> None:
         from covey.net.keys import secret_sources
 
         secret_sources.take_secret(os.environ)
+
+
+def _worker_ranks(worker: str) -> RankSource:
+    """Return what gives this process its ranks, which is a worker of a coordinator."""
+    if _source is None:
+        raise ConfigError(
+            f"only the process that `covey worker` started can join as worker {worker!r}, not a program "
+            "that it starts in turn; start that one with `covey worker`, too"
+        )
+    return _source
 
 
 def take_ranks_from(source: RankSource) -> None:

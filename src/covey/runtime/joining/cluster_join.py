@@ -19,12 +19,10 @@ from covey.runtime.joining.node import NodeParts
 from covey.runtime.joining.torch_env import export_torch_env
 from covey.runtime.lanes.opener import check_demanded
 from covey.runtime.peers.endpoint import cluster_endpoint
-from covey.wire import messages
 from covey.wire.formation import Terms
 from covey.wire.versions import OURS
 
 if TYPE_CHECKING:
-    from covey.base.config import GroupConfig
     from covey.runtime.joining.request import JoinTarget
 
 
@@ -85,9 +83,14 @@ def join_run(target: JoinTarget) -> Group:
             min_hosts=wanted.min_hosts,
             abandoned=abandoned,
         )
-        # A generation may lose members below the size that the next one waits for.
-        floor = 1 if target.is_elastic else wanted.floor
-        return await _seat(joiner, config, wanted.timeout, floor=floor)
+        try:
+            await joiner.mesh.open()
+            formed = await joiner.form(wanted.timeout)
+            # A generation may lose members below the size that the next one waits for.
+            return joiner.take_seat(formed, config, floor=1 if target.is_elastic else wanted.floor)
+        except BaseException:
+            await joiner.mesh.close()
+            raise
 
     node = control.make(become_a_node(), discard=NodeParts.close, otherwise=endpoint.leave)
     return _ready(group_of(node, local_rank=local_rank_of(node), functions=target.functions))
@@ -102,48 +105,6 @@ def _ready(group: Group) -> Group:
             group.close()
             raise
     return group
-
-
-async def _seat(joiner: Joiner, config: GroupConfig, within: float, *, floor: int) -> NodeParts:
-    """Return this process's node, once the joiner has a seat in the run."""
-    endpoint = joiner.endpoint
-    try:
-        await joiner.open()
-        formed = await joiner.form(within)
-        peers = joiner.seated(formed)
-        if isinstance(formed, messages.Founded):
-            own = messages.key_of(joiner.card)
-            seat = next(member.seat for member in formed.members if messages.key_of(member.card) == own)
-        else:
-            seat = Seat(next(rank for rank, member in enumerate(formed.view) if member.id == joiner.card.id))
-        node = NodeParts(
-            seat=seat,
-            size=1 + len(peers),
-            run=joiner.run,
-            endpoint=endpoint,
-            card=joiner.card,
-            config=config,
-            peers=peers,
-            links=joiner.links,
-            floor=floor,
-            store=joiner.records.write,
-            closes=(joiner,),
-        )
-        joiner.links.serve(
-            joiner.mesh,
-            node.peers,
-            node.views,
-            node.inbox,
-            tasks=node.tasks,
-            stores=node.stores,
-            checkpoints=node.checkpoints,
-            lanes=node.lanes,
-        )
-        joiner.carry_on(formed)
-        return node
-    except BaseException:
-        await joiner.close()
-        raise
 
 
 def forget_lineages(cluster: str, run: str) -> frozenset[bytes]:

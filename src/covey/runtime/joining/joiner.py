@@ -20,6 +20,7 @@ from covey.proto.joining import Agree, Bind, Joining, JoiningPace, Remember, Say
 from covey.runtime.driver import CoreDriver
 from covey.runtime.joining import waiting
 from covey.runtime.joining.cluster_links import ClusterLinks
+from covey.runtime.joining.node import NodeParts
 from covey.runtime.joining.records import Records
 from covey.runtime.joining.situation import Situation
 from covey.runtime.loop import aside
@@ -90,7 +91,7 @@ class Joiner(MeshListener):
         self._driver = CoreDriver(self._core, self, is_ticking=False)
         self._formation = self._core.formation
         self.links = ClusterLinks(self._core, entered=self._enter, settle=self._driver.settle)
-        """The links of the run, once `carry_on` has handed them over; before, no process has a seat."""
+        """The links of the run, once `take_seat` has handed them over; before, no process has a seat."""
         self.mesh = ClusterMesh(cluster, config, endpoint, self, self.links, purpose="candidate", run=terms.run)
         self._situation = Situation(self.mesh, self._formation)
         loop = asyncio.get_running_loop()
@@ -105,14 +106,6 @@ class Joiner(MeshListener):
     def card(self) -> messages.Card:
         """This node's card, with the addresses that it has now."""
         return self.mesh.card
-
-    async def open(self) -> None:
-        """Start to listen and to search."""
-        await self.mesh.open()
-
-    async def close(self) -> None:
-        """Close every link. Closing twice is fine."""
-        await self.mesh.close()
 
     async def form(self, within: float) -> messages.Founded | Formed:
         """Return the agreed first view of the run, or the generation of a running one that has a seat for this node.
@@ -181,14 +174,52 @@ class Joiner(MeshListener):
 
     # The node takes its seat
 
+    def take_seat(self, formed: messages.Founded | Formed, config: GroupConfig, *, floor: int) -> NodeParts:
+        """Return this process in the run, whose first view or generation `formed` has a seat for it.
+
+        The parts of the run receive the messages about it from now on. No view has fewer than `floor` members.
+        """
+        links, cards, peers = self.links, _cards_of(formed), self.seated(formed)
+        node = NodeParts(
+            seat=next(seat for seat in cards if seat not in peers),
+            size=len(cards),
+            run=self.run,
+            endpoint=self.endpoint,
+            card=self.card,
+            config=config,
+            peers=peers,
+            links=links,
+            floor=floor,
+            store=self.records.write,
+            closes=(self.mesh,),
+        )
+        links.serve(
+            self.mesh,
+            node.peers,
+            node.views,
+            node.inbox,
+            tasks=node.tasks,
+            stores=node.stores,
+            checkpoints=node.checkpoints,
+            lanes=node.lanes,
+        )
+        self._since = time.monotonic()
+        self.member = links
+        if isinstance(formed, messages.Founded):
+            record = self.record_of(formed)
+            self._enter(formed)
+            node.views.enter(formed, record)
+        else:
+            tie_breaker = next((rank for rank, each in enumerate(formed.view) if each.breaks_ties), 0)
+            node.views.begin(fixed_by(formed.versions), formed.lineage, tie_breaker)
+        links.deliver_all_early()
+        self._driver.settle()
+        return node
+
     def seated(self, formed: messages.Founded | Formed) -> dict[Seat, RemoteProcess]:
         """Give the other members of the first view, or of a generation, their seats; return them by seat."""
-        if isinstance(formed, messages.Founded):
-            cards = {member.seat: member.card for member in formed.members}
-        else:
-            cards = {Seat(rank): _card_of(member) for rank, member in enumerate(formed.view)}
         by_seat = {}
-        for seat, card in cards.items():
+        for seat, card in _cards_of(formed).items():
             if card.id != self.card.id:
                 met = self.mesh.met.get(card.id)
                 process = met if met is not None and met.key == messages.key_of(card) else RemoteProcess(card)
@@ -196,24 +227,6 @@ class Joiner(MeshListener):
                 process.note(PeerEvent.READY)
                 by_seat[seat] = process
         return by_seat
-
-    def carry_on(self, formed: messages.Founded | Formed) -> None:
-        """Have the parts that `links` serves receive the messages about the run from now on.
-
-        `formed` is the first view, or the generation that the node enters.
-        """
-        self._since = time.monotonic()
-        self.member = member = self.links
-        views = member.views
-        if isinstance(formed, messages.Founded):
-            record = self.record_of(formed)
-            self._enter(formed)
-            views.enter(formed, record)
-        else:
-            tie_breaker = next((rank for rank, each in enumerate(formed.view) if each.breaks_ties), 0)
-            views.begin(fixed_by(formed.versions), formed.lineage, tie_breaker)
-        member.deliver_all_early()
-        self._driver.settle()
 
     def record_of(self, founded: messages.Founded) -> membership.Record | None:
         """Return what this node promised in a generation before it knew of its seat there."""
@@ -408,9 +421,14 @@ def check_founded(founded: messages.Founded, least: int, most: int) -> None:
         raise RemoteProtocolError(f"generation {founded.generation}, as a member announced it, contradicts itself")
 
 
-def _card_of(member: forming.FoundingMember) -> messages.Card:
-    """Return what is known of a member without a link."""
-    return messages.Card(member.id, member.life, member.name, "", 0, messages.Contact(member.host, (), ""))
+def _cards_of(formed: messages.Founded | Formed) -> dict[Seat, messages.Card]:
+    """Return the cards of all members, by seat; of the members of a first view, what is known without a link."""
+    if isinstance(formed, messages.Founded):
+        return {member.seat: member.card for member in formed.members}
+    return {
+        Seat(rank): messages.Card(each.id, each.life, each.name, "", 0, messages.Contact(each.host, (), ""))
+        for rank, each in enumerate(formed.view)
+    }
 
 
 def _as_member(member: messages.SeatedMember) -> forming.FoundingMember:

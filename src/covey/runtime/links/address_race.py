@@ -68,19 +68,19 @@ async def dial_any(
     wheres: list[Where],
     credentials: LinkCredentials,
     hello: messages.Hello,
-    allowance: DialLimits | None = None,
+    limits: DialLimits | None = None,
     within: float = HANDSHAKE_SECONDS,
 ) -> tuple[Link, messages.Welcome, bytes, Where]:
     """Open a link to the first address that works; each has a short head start before the next.
 
-    With an `allowance`, each dial waits for its turn and spares descriptors. `within` is as for `connect`.
+    `limits` and `within` are as for `dial`.
 
     Raises:
         What `dial` raises: the most informative error of all addresses.
     """
     opened, where = await _first_of(
         wheres,
-        lambda where: _dial_in_turn(where, credentials, hello, allowance, within),
+        lambda where: dial(where, credentials, hello, limits=limits, within=within),
         lambda opened: opened[0].abort(),
     )
     return *opened, where
@@ -155,15 +155,6 @@ async def _give_head_start(running: list[asyncio.Future[T]], dialled: list[Where
         running = [task for task in running if not task.done()]
         if not is_first_relay or not done or any(task.exception() is None for task in done):
             return
-
-
-async def _dial_in_turn(
-    where: Where, credentials: LinkCredentials, hello: messages.Hello, allowance: DialLimits | None, within: float
-) -> tuple[Link, messages.Welcome, bytes]:
-    if allowance is None:
-        return await dial(where, credentials, hello, within=within)
-    async with allowance.turn(where):
-        return await dial(where, credentials, hello, spares=True, within=within)
 
 
 def _information(error: BaseException) -> int:

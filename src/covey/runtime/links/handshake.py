@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.net.keys.tls import Credentials
+    from covey.runtime.links.dial_limits import DialLimits
     from covey.wire.versions import Speaker
 
     Judge = Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal]
@@ -174,13 +175,13 @@ async def dial(
     credentials: LinkCredentials,
     hello: messages.Hello,
     *,
-    spares: bool = False,
+    limits: DialLimits | None = None,
     within: float = HANDSHAKE_SECONDS,
 ) -> tuple[Link, messages.Welcome, bytes]:
     """Open a link; return it, the Welcome, and the id that TLS proved (empty without TLS).
 
-    A node that hangs up may not know a new secret: the previous one is tried too while it is valid. `spares` and
-    `within` are as for `connect`.
+    A node that hangs up may not know a new secret: the previous one is tried too while it is valid. With `limits`, the
+    dial waits for its turn and spares descriptors. `within` is as for `connect`.
 
     Raises:
         ConnectError: nothing answers there (yet); a HungUpError if the other side may not accept this key, a
@@ -188,12 +189,13 @@ async def dial(
         AuthError: what answers is not of this run or cluster, or rejects this node's certificate.
         RefusedError: a member answered and refused.
     """
-    hello = messages.with_versions(hello)
+    hello, spares = messages.with_versions(hello), limits is not None
     *others, last = credentials.good()
-    for each in others:
-        with contextlib.suppress(HungUpError):
-            return await _dial(where, each, hello, spares=spares, within=within)
-    return await _dial(where, last, hello, spares=spares, within=within)
+    async with limits.turn(where) if limits is not None else contextlib.nullcontext():
+        for each in others:
+            with contextlib.suppress(HungUpError):
+                return await _dial(where, each, hello, spares=spares, within=within)
+        return await _dial(where, last, hello, spares=spares, within=within)
 
 
 async def _dial(

@@ -11,6 +11,7 @@ from covey.base.pace import Growing
 from covey.base.text import printable
 from covey.runtime.backoff import Backoff
 from covey.runtime.links.address_race import attempt_seconds
+from covey.runtime.peers.hints import Hint
 
 if TYPE_CHECKING:
     from covey.runtime.peers.dialer import Dialer
@@ -71,7 +72,7 @@ class BetterWays:
             contact = remote.card.contact  # it may have moved
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(attempt_seconds(is_relayed=False)):
-                    await self._dialer.dial(contact.addresses, same_host=contact.host == self._host)
+                    await self._dialer.dial(Hint(contact.addresses, contact.host == self._host))
             if remote.link is not None and remote.link.relay and not told and self._tells_log:
                 told = remote.link.relay
                 logger.warning("%s cannot be reached directly; the relay %s is used", printable(remote.card.name), told)
@@ -94,5 +95,5 @@ class BetterWays:
             if way is not None and is_due:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(attempt_seconds(is_relayed=True)):
-                        await self._dialer.dial((), relay=way.token, is_best_relay=True)
+                        await self._dialer.dial(Hint((), relay=way.token), is_best_relay=True)
             await asyncio.sleep(RELAY_CHECK_EVERY)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -24,7 +25,7 @@ from covey.runtime.loop import aside
 from covey.runtime.peers.admission import Admission
 from covey.runtime.peers.better_ways import BetterWays
 from covey.runtime.peers.dialer import Dialer, has_loopback_ip
-from covey.runtime.peers.follower import DialOutcome, HintFollower
+from covey.runtime.peers.follower import HintFollower
 from covey.runtime.peers.hints import Hint, Origin
 from covey.runtime.peers.listener import LinkListener, MeshListener
 from covey.runtime.peers.mesh import LinkMesh
@@ -115,7 +116,7 @@ class ClusterMesh(LinkMesh):
         self.resting = RestingLinks(
             self.met, self._links, self._dialer, self.link_listener, endpoint, self._tasks, limits, ways=self._ways_to
         )
-        self.follower = HintFollower(self._dial_hint, self._is_linked, self.spawn)
+        self.follower = HintFollower(functools.partial(self.dial, limits=limits), self._is_linked, self.spawn)
         assert endpoint.host_registry is not None
         self.search = Search(
             cluster,
@@ -128,7 +129,7 @@ class ClusterMesh(LinkMesh):
             announce=announce,
         )
         self._secret_changes = SecretChanges(self.rules, endpoint, self.search, self.relays, self._tasks)
-        self._limits, self._told = limits, pace.Buckets(1 / TOLD_AGAIN_SECONDS, 1.0)
+        self._told = pace.Buckets(1 / TOLD_AGAIN_SECONDS, 1.0)
         self._reach_answers = ReachAnswers(endpoint, config.interfaces, limits, self.spawn)
 
     @property
@@ -188,12 +189,9 @@ class ClusterMesh(LinkMesh):
                         remote.send(messages.Known((self.card,)))
 
     async def _dial_seed(self, seed: str, addresses: tuple[messages.Address, ...]) -> None:
-        if not self._is_linked(Hint(addresses)):  # an agent may be there, which is no node of a run
-            await self.dial(addresses, seed=seed)
-
-    async def _dial_hint(self, hint: Hint) -> DialOutcome:
-        here, interface, relay = hint.same_host, hint.interface, hint.relay
-        return await self.dial(hint.addresses, same_host=here, interface=interface, relay=relay, limits=self._limits)
+        hint = Hint(addresses)
+        if not self._is_linked(hint):  # an agent may be there, which is no node of a run
+            await self.dial(hint, seed=seed)
 
     def _ways_to(self, card: messages.Card) -> list[Where]:
         same_host = self._is_on_this_host(card)

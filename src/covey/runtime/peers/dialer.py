@@ -21,6 +21,7 @@ from covey.runtime.links.address_race import attempt_seconds, dial_any, keep_dia
 from covey.runtime.links.handshake import HungUpError, RefusedError, spell
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.peers.follower import DialOutcome
+from covey.runtime.peers.hints import Hint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,24 +63,23 @@ class Dialer:
 
     async def dial(
         self,
-        addresses: tuple[Address, ...],
+        hint: Hint,
         *,
-        same_host: bool = False,
         seed: str = "",
-        interface: str = "",
-        relay: bytes = b"",
         is_best_relay: bool = False,
         limits: DialLimits | None = None,
     ) -> DialOutcome:
-        """Try to make a link with the node at these addresses, by one interface or by any.
+        """Try to make a link with the node that may be at these addresses.
 
-        With a token `relay`, relays are tried after the addresses, the nearest first; with `is_best_relay`, only that.
+        If the hint has a token, relays are tried after the addresses, the nearest first; with `is_best_relay`, only
+        that.
         """
+        addresses, interface, relay = hint.addresses, hint.interface, hint.relay
         where = seed or ", ".join(spell((address.ip, address.port)) for address in addresses)
         where = where or f"node {relay.hex()[:8]} of a relay"
         problems, audit = self._problems, self._endpoint.audit
         try:
-            is_here = same_host or any(has_loopback_ip(address) for address in addresses)
+            is_here = hint.same_host or any(has_loopback_ip(address) for address in addresses)
             ways, within = (
                 self.ways(addresses, is_here, interface),
                 NEAR_ANSWER_SECONDS if interface else HANDSHAKE_SECONDS,
@@ -137,7 +137,7 @@ class Dialer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(attempt_seconds(is_relayed=bool(self._relayed(contact.relay)))):
                 same_host = contact.host == self._endpoint.card.contact.host
-                await self.dial(contact.addresses, same_host=same_host, relay=contact.relay)
+                await self.dial(Hint(contact.addresses, same_host, relay=contact.relay))
         return "no node of the cluster answers there"
 
 
