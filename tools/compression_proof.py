@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 import covey
-from covey.cli.svg import DARK, STYLE
+from covey.cli.status.drawing import DARK, STYLE
 from covey.compress.policy import make_policy
 from covey.lab.demo import model
 

@@ -43,12 +43,11 @@ if TYPE_CHECKING:
     )
     from covey.base.numbers import ANY, Priority
     from covey.base.settings import OnLoss
-    from covey.compress.casts import BF16, FP16
     from covey.compress.codec import Codec
     from covey.compress.feedback import ErrorFeedback
     from covey.compress.low_rank import PowerSGD
     from covey.compress.parsing import register_codec
-    from covey.compress.quantisers import FP8, Int4, Int8, OneBit
+    from covey.compress.quantisers import BF16, FP8, FP16, Int4, Int8, OneBit
     from covey.compress.sparse import RandomK, Threshold, TopK
     from covey.coordinator.worker import WorkerNode, WorkerNodeConfig
     from covey.net.lanes.lane import LanePath
@@ -162,7 +161,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`: BF16 is a class, not a c
 _HOME_MODULES = {
     "ANY": "covey.base.numbers",
     "ArrayAdapter": "covey.arrays.adapter",
-    "BF16": "covey.compress.casts",
+    "BF16": "covey.compress.quantisers",
     "CallStream": "covey.runtime.calls.work",
     "CallWork": "covey.runtime.calls.work",
     "Checkpoint": "covey.proto.checkpointing",
@@ -171,7 +170,7 @@ _HOME_MODULES = {
     "Election": "covey.runtime.group.node",
     "ErrorFeedback": "covey.compress.feedback",
     "Event": "covey.runtime.events",
-    "FP16": "covey.compress.casts",
+    "FP16": "covey.compress.quantisers",
     "FP8": "covey.compress.quantisers",
     "Group": "covey.runtime.group.group",
     "GroupStrategy": "covey.runtime.group.strategy",

@@ -9,8 +9,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, DeadlineError
-from covey.engines.collecting import collect
-from covey.engines.seats import ENGINE_START_SECONDS, Site, end, free_pair, need_workers, seat_workers, sit
+from covey.engines.seats import ENGINE_START_SECONDS, Site, collect, end, free_pair, need_workers, seat_workers, sit
 
 try:
     import cloudpickle

@@ -13,8 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from covey.runtime.group.explanation import GroupMetrics, MessageMetrics, OperationMetrics, PeerMetrics
-from covey.runtime.metrics.pages import SampleCollector
-from covey.runtime.metrics.push import SAMPLES_PUSH_SECONDS, SamplePush
+from covey.runtime.metrics.pages import SAMPLES_PUSH_SECONDS, SampleCollector, SamplePush
 from covey.runtime.metrics.samples import samples
 from covey.runtime.metrics.spans import SpanExport
 from covey.wire.reports import Sample

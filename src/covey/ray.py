@@ -10,8 +10,16 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from covey.base.errors import ConfigError, DeadlineError
-from covey.engines.collecting import collect
-from covey.engines.seats import ENGINE_START_SECONDS, RUN_SECRET_BYTES, Site, free_pair, need_workers, seat_workers, sit
+from covey.engines.seats import (
+    ENGINE_START_SECONDS,
+    RUN_SECRET_BYTES,
+    Site,
+    collect,
+    free_pair,
+    need_workers,
+    seat_workers,
+    sit,
+)
 
 try:
     import ray

@@ -20,8 +20,8 @@ from covey.runtime.links import acceptor as acceptor_module
 from covey.runtime.links import probe as probe_module
 from covey.runtime.links.acceptor import NODE_STRANGERS_AT_ONCE, Acceptor
 from covey.runtime.links.handshake import LinkCredentials, connect, receive_exactly
+from covey.runtime.links.limits import SOURCE_CONNECTIONS_BURST, SOURCE_CONNECTIONS_RATE
 from covey.runtime.links.probe import best_way, sound, throughput
-from covey.runtime.links.source_limits import SOURCE_CONNECTIONS_BURST, SOURCE_CONNECTIONS_RATE
 from covey.wire import door
 
 if TYPE_CHECKING:

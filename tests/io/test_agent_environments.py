@@ -14,7 +14,7 @@ from tests.support.waiting import DEADLINE
 import covey
 from covey.agent import environments
 from covey.agent.environments import NEEDS_INDEX, Environments
-from covey.agent.own_wheel import make_own_wheel
+from covey.agent.launching import make_own_wheel
 from covey.agent.requests import Interpreter
 from covey.base.errors import ConfigError
 

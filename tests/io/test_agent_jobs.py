@@ -145,7 +145,7 @@ def test_closing_ends_all_programs(tmp_path: Path) -> None:
 def test_a_program_that_floods_is_not_slowed_down_by_a_reader_and_fills_no_disk(
     table: JobTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("covey.agent.outputs.LOG_BYTES", 4 << 20)
+    monkeypatch.setattr("covey.agent.jobs.LOG_BYTES", 4 << 20)
     job = start(table, tmp_path, "head -c 20000000 /dev/zero")
     assert job.has_ended.wait(DEADLINE)
     assert sum(path.stat().st_size for path in (tmp_path / "jobs").rglob("output-*")) <= 4 << 20

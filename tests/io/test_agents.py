@@ -14,10 +14,9 @@ from tests.support.attackers import call_on_loop
 from tests.support.waiting import DEADLINE, wait_until
 
 from covey.agent import callers
-from covey.agent.agent import serving
+from covey.agent.agent import Permission, serving
 from covey.agent.delivery import run_folder, work_folder
 from covey.agent.launching import AgentShare, deliver
-from covey.agent.permission import Permission
 from covey.agent.requests import StartRequest
 from covey.agent.shares import Printed, Said, ShareEnded
 from covey.agent.snapshot import take_snapshot

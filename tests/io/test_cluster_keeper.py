@@ -32,7 +32,7 @@ from covey.runtime.metrics import inspection
 from covey.runtime.metrics.inspection import READINGS, PacedAnswers
 from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.endpoint import cluster_endpoint
-from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import MeshListener
 from covey.runtime.views import process_table
 from covey.wire import messages
 from covey.wire.progress import decode_readings

@@ -15,10 +15,9 @@ from tests.support.agents import CONFIG
 from tests.support.waiting import DEADLINE, wait_until
 
 from covey.agent import callers
-from covey.agent.agent import serving
+from covey.agent.agent import Permission, serving
 from covey.agent.callers import calling
 from covey.agent.launching import deliver
-from covey.agent.permission import Permission
 from covey.agent.requests import StartRequest
 from covey.agent.snapshot import take_snapshot
 from covey.base.errors import ConfigError

@@ -22,7 +22,7 @@ from covey.net.keys import clusters, identity, owner, trust
 from covey.net.keys.clusters import Cluster
 from covey.proto.ballot import first_record
 from covey.runtime.joining.records import Records
-from covey.wire.lineage import Ending, Remembered
+from covey.wire.formation import Ending, Remembered
 from covey.wire.membership import Bound, MemberKey
 from covey.wire.messages import Wait
 from covey.wire.secret import ClusterSecret

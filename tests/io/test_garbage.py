@@ -29,7 +29,7 @@ from covey.runtime.joining.launched_links import LaunchedLinks
 from covey.runtime.lanes import dialler as lane_dialler
 from covey.runtime.links import acceptor
 from covey.runtime.links.handshake import LinkCredentials
-from covey.runtime.links.source_limits import SOURCE_CONNECTIONS_RATE
+from covey.runtime.links.limits import SOURCE_CONNECTIONS_RATE
 from covey.wire import decoding, door, header, message_header, messages
 
 if TYPE_CHECKING:

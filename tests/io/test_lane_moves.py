@@ -19,7 +19,7 @@ from covey.net.host import descriptors
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.node import node_of
-from covey.runtime.lanes.tuning import stream_choice, stream_trials
+from covey.runtime.lanes.tuning import stream_trials
 from covey.runtime.lanes.tuning.moves import RETIRE_CHECK_EVERY, LaneMoves
 from covey.testing.threads import run_threads
 from covey.wire import messages
@@ -183,8 +183,8 @@ def test_a_replacement_with_more_streams_than_descriptors_is_refused_and_the_lan
 def test_more_streams_than_half_of_the_descriptors_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "left", lambda: 7)
     monkeypatch.setattr(stream_trials, "FAR_ROUND_TRIP", 0.0)
-    monkeypatch.setattr(stream_choice, "WINDOW_SECONDS", 1e-6)  # loopback is hardly ever busy
-    monkeypatch.setattr(stream_choice, "LEAST_SENDING_SHARE", 0.0)
+    monkeypatch.setattr(stream_trials, "WINDOW_SECONDS", 1e-6)  # loopback is hardly ever busy
+    monkeypatch.setattr(stream_trials, "LEAST_SENDING_SHARE", 0.0)
 
     def body(group: Group) -> None:
         node: Any = node_of(group)

@@ -15,11 +15,11 @@ from covey.base.errors import ConfigError
 from covey.net.host.runs import LocalRunFound, describe, find_local_run, local_runs
 from covey.runtime import loop as control
 from covey.runtime.joining.node import node_of
-from covey.runtime.keeper.flights import collect
 from covey.runtime.keeper.keeper import LocalRun
+from covey.runtime.keeper.pages import collect
 from covey.runtime.links.handshake import RefusedError, dial
 from covey.runtime.peers.local_visit import LocalVisit, visiting_ranks
-from covey.runtime.peers.visitors import COMMANDS_LIMIT
+from covey.runtime.peers.mesh import COMMANDS_LIMIT
 from covey.testing.threads import run_threads
 from covey.wire import messages
 

@@ -29,8 +29,7 @@ from covey.runtime.joining.joiner import Joiner
 from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.endpoint import cluster_endpoint
-from covey.runtime.peers.follower import DialOutcome
-from covey.runtime.peers.hints import Hint
+from covey.runtime.peers.hints import DialOutcome, Hint
 from covey.runtime.peers.reach import NOT_TRIED, TOO_OFTEN
 from covey.wire import messages
 from covey.wire.formation import Terms

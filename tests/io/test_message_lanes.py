@@ -16,8 +16,7 @@ from covey.base.numbers import Seat
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.cluster_links import ClusterLinks
 from covey.runtime.joining.node import NodeParts, node_of
-from covey.runtime.lanes.epochs import Epochs
-from covey.runtime.lanes.table import LaneKey
+from covey.runtime.lanes.table import Epochs, LaneKey
 from covey.runtime.peers.peer_table import Routes
 from covey.testing import run_threads
 from covey.wire import messages

@@ -21,7 +21,7 @@ from covey.proto.ballot import first_record
 from covey.runtime.joining.records import Records
 from covey.runtime.views.view_driver import ViewDriver
 from covey.wire import messages
-from covey.wire.lineage import Ending, KnownLineage, Remembered, new_lineage
+from covey.wire.formation import Ending, KnownLineage, Remembered, new_lineage
 from covey.wire.membership import Bound, MemberKey, Record, View
 
 if TYPE_CHECKING:

@@ -17,11 +17,10 @@ from covey.proto import relay_table
 from covey.runtime.links import address_race
 from covey.runtime.links.relayed import challenged, connect_relay, receive_message, send_message
 from covey.runtime.links.sockets import RelayedWay
-from covey.runtime.peers import better_ways, relay_registration
 from covey.runtime.peers import cluster_mesh as mesh_module
+from covey.runtime.peers import dialer, relay_registration
 from covey.runtime.peers import relays as relays_module
-from covey.runtime.peers.follower import DialOutcome
-from covey.runtime.peers.hints import Hint
+from covey.runtime.peers.hints import DialOutcome, Hint
 from covey.runtime.relaying import server as server_module
 from covey.runtime.relaying.pipe import Throttle
 from covey.runtime.relaying.server import RelayLimits, RelayThread
@@ -83,7 +82,7 @@ async def no_direct_way(_mesh: ClusterMesh, _remote: Any) -> None:
 
 
 def test_two_nodes_meet_through_a_relay_and_each_knows_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(better_ways.BetterWays, "seek_direct", no_direct_way)
+    monkeypatch.setattr(dialer.BetterWays, "seek_direct", no_direct_way)
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -145,7 +144,7 @@ def test_a_relay_does_not_replace_a_direct_link() -> None:
 def test_nodes_hear_of_each_other_from_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays_module, "NEAR_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(relays_module, "FAR_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(better_ways.BetterWays, "seek_direct", no_direct_way)
+    monkeypatch.setattr(dialer.BetterWays, "seek_direct", no_direct_way)
 
     async def work(meshes: Meshes) -> None:
         async with relaying_at() as server:
@@ -205,8 +204,8 @@ def relay_of(node: ClusterMesh, other: ClusterMesh) -> str:
 
 
 def test_a_link_moves_to_the_relay_that_is_nearer_for_both_nodes_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(better_ways.BetterWays, "seek_direct", no_direct_way)
-    monkeypatch.setattr(better_ways, "RELAY_CHECK_EVERY", 0.05)
+    monkeypatch.setattr(dialer.BetterWays, "seek_direct", no_direct_way)
+    monkeypatch.setattr(dialer, "RELAY_CHECK_EVERY", 0.05)
     monkeypatch.setattr(mesh_module, "PING_SECONDS", 0.05)
     monkeypatch.setattr(relay_registration, "ECHO_SECONDS", 0.5)
     monkeypatch.setattr(relay_registration, "RELAY_PAUSES", Growing(0.2, 0.2))

@@ -19,8 +19,7 @@ from covey.net.discovery.mdns import Beacon
 from covey.runtime.links import handshake
 from covey.runtime.loop import aside
 from covey.runtime.peers import cluster_mesh as mesh_module
-from covey.runtime.peers.follower import DialOutcome, HintFollower
-from covey.runtime.peers.hints import HINT_TRIES, Hint, Origin
+from covey.runtime.peers.hints import HINT_TRIES, DialOutcome, Hint, HintFollower, Origin
 from covey.wire.messages import Address
 
 if TYPE_CHECKING:
@@ -125,8 +124,8 @@ def test_a_link_is_made_while_the_interfaces_cannot_be_listed(monkeypatch: pytes
 
 
 def test_a_hint_is_not_given_up_because_this_process_can_open_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.runtime.peers.follower.SCARCE_SECONDS", 0.0)
-    monkeypatch.setattr("covey.runtime.peers.follower.AGAIN_SECONDS", 0.004)
+    monkeypatch.setattr("covey.runtime.peers.hints.SCARCE_SECONDS", 0.0)
+    monkeypatch.setattr("covey.runtime.peers.hints.AGAIN_SECONDS", 0.004)
     monkeypatch.setattr("covey.runtime.peers.hints.HINT_PAUSES", Growing(0.001, 0.002))
     hint, dials = Hint((Address("192.0.2.1", 9),)), 0
 

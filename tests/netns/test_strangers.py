@@ -14,7 +14,7 @@ from tests.support.nodes import SOURCE, Cluster, wait_until_listening
 from tests.support.waiting import DEADLINE
 
 from covey.net.discovery.sieve import ALL_PACKETS_BURST, ALL_PACKETS_RATE
-from covey.runtime.links.dial_limits import SOCKETS
+from covey.runtime.links.limits import SOCKETS
 from covey.testing.netns import Lan
 from covey.wire.secret import ClusterSecret
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.agents import CONFIG, a_caller, an_agent
 from tests.support.waiting import DEADLINE, wait_until
 
-from covey.agent import jobs, outputs, service, snapshot
+from covey.agent import jobs, service, snapshot
 from covey.agent.callers import calling
 from covey.agent.link_transport import SESSIONS_PER_LINK
 from covey.agent.requests import FileEntry, StartRequest
@@ -21,7 +21,7 @@ from covey.base.errors import AuthError, ConfigError, ConnectError
 from covey.net.audit import audit_reader
 from covey.runtime import loop as control
 from covey.runtime.links.link import BACKLOG_LIMIT
-from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import MeshListener
 from covey.runtime.peers.visit import visiting
 from covey.runtime.state import audit
 from covey.wire import messages
@@ -103,7 +103,7 @@ def test_the_bounds_of_agents_are_those_of_the_code() -> None:
         f"runs {jobs.RUNNING_LIMIT} programs at a time, and after a burst of {jobs.STARTS_BURST:.0f} starts",
         f"at most {snapshot.SNAPSHOT_FILES_LIMIT} files and {snapshot.FOLDER_BYTES >> 30} GiB",
         f"{service.DELIVERIES_LIMIT} transfers are open at a time",
-        f"Of the output of a program {outputs.LOG_BYTES >> 20} MiB are kept",
+        f"Of the output of a program {jobs.LOG_BYTES >> 20} MiB are kept",
     ):
         assert sentence in page
 

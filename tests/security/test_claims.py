@@ -22,25 +22,16 @@ from covey.net.keys import clusters
 from covey.proto import pairing, relay_table
 from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
-from covey.runtime import early_messages as early
 from covey.runtime.joining import situation
 from covey.runtime.links import acceptor as acceptor
-from covey.runtime.links import dial_limits as allowance
+from covey.runtime.links import limits as allowance
+from covey.runtime.links import limits as arrivals
 from covey.runtime.links import link
-from covey.runtime.links import source_limits as arrivals
-from covey.runtime.peers import (
-    follower,
-    hints,
-    node_links,
-    problems,
-    reach,
-    relay_registration,
-    relays,
-    visitors,
-)
+from covey.runtime.peers import hints, mesh, node_links, problems, reach, relay_registration, relays
+from covey.runtime.peers import remote_process as early
 from covey.runtime.relaying import pipe, server
 from covey.runtime.state import audit
-from covey.wire import decoding, lineage, membership, messages, seal, secret
+from covey.wire import decoding, formation, membership, messages, seal, secret
 
 SECURITY = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 PAIRING = "Pairing by six digits"
@@ -144,23 +135,23 @@ def test_what_lies_on_disk_of_a_run_has_only_these_fields() -> None:
         "id", "life", "lineage", "number", "ranks", "verdicts", "successor", "is_finished", "group", "sequence", "fate",
         "pending", "format",
     }  # fmt: skip
-    known = names_in(lineage.Remembered, set())
+    known = names_in(formation.Remembered, set())
     assert known == {"format", "open", "ended", "given_up", "lineage", "names", "is_ours", "is_finished"}
-    assert f"up to {lineage.MAX_OPEN} that may be going on" in plain(SECURITY)
+    assert f"up to {formation.MAX_OPEN} that may be going on" in plain(SECURITY)
 
 
 def test_the_bounds_are_those_of_the_code() -> None:
     dials = f"{allowance.SOCKETS}; {allowance.DIALS_RATE:.0f} a second after the first {allowance.DIALS_BURST:.0f}"
-    assert visitors.LINKS_PER_KEY == node_links.LINKS_LIMIT
+    assert mesh.LINKS_PER_KEY == node_links.LINKS_LIMIT
     rows = (
         f"{acceptor.NODE_STRANGERS_AT_ONCE}; {acceptor.GUESTS_AT_ONCE}",
         f"{acceptor.NODE_STRANGER_SECONDS:.0f}; {link.HANDSHAKE_SECONDS:.0f}",
         f"{arrivals.SOURCE_CONNECTIONS_RATE:.0f}; {arrivals.MEMBER_RATE:.0f}; {arrivals.UNPROVEN_RATE:.0f}",
         dials,
-        f"{hints.HINTS_LIMIT}; {follower.HINTS_AT_ONCE}",
+        f"{hints.HINTS_LIMIT}; {hints.HINTS_AT_ONCE}",
         f"{pairing.TRIES_FOR_CODE}; {pairing.FAILED_TRIES}",
         f"{sieve.PACKET_RATE:.0f} from one address, {sieve.ALL_PACKETS_RATE:.0f} in all",
-        f"{visitors.VISITORS_LIMIT}; {visitors.LINKS_PER_KEY}",
+        f"{mesh.VISITORS_LIMIT}; {mesh.LINKS_PER_KEY}",
         f"{messages.CHARTER_LIMIT}; {messages.WAITING_NODES_LIMIT}",
         f"{decoding.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
         f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",

@@ -29,7 +29,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.runtime.links import acceptor
 from covey.runtime.links.acceptor import NODE_STRANGERS_AT_ONCE
-from covey.runtime.links.source_limits import SOURCE_CONNECTIONS_BURST
+from covey.runtime.links.limits import SOURCE_CONNECTIONS_BURST
 from covey.testing.proxy import Direction, Proxy
 from covey.wire import door, messages
 from covey.wire.secret import ClusterSecret

@@ -21,7 +21,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.keeper.cluster_keeper import ClusterKeeper
 from covey.runtime.keeper.service import ClusterKeeperService
 from covey.wire import formation, membership, messages
-from covey.wire.lineage import Ending
+from covey.wire.formation import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from tests.support.waiting import DEADLINE
 
 from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import Cause
-from covey.runtime.views import newcomers
+from covey.runtime.views import generation_table
 from covey.wire import messages
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Newcomer:
 def test_a_newcomer_that_was_lost_before_it_heard_of_its_seat_is_in_a_later_generation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(newcomers, "DEFER_SECONDS", 1.0)
+    monkeypatch.setattr(generation_table, "DEFER_SECONDS", 1.0)
     identity = NodeIdentity.ephemeral()
 
     def work(groups: Any) -> int:

@@ -37,11 +37,11 @@ from covey.net.keys.identity import NodeIdentity
 from covey.proto.health import ProcessState
 from covey.runtime import loop as control
 from covey.runtime.joining.node import node_of
-from covey.runtime.links.dial_limits import SOCKETS
-from covey.runtime.peers.follower import HINTS_AT_ONCE
+from covey.runtime.links.limits import SOCKETS
+from covey.runtime.peers.hints import HINTS_AT_ONCE
+from covey.runtime.peers.mesh import LINKS_PER_KEY, VISITORS_LIMIT
 from covey.runtime.peers.node_links import LINKS_LIMIT
 from covey.runtime.peers.reach import NOT_TRIED
-from covey.runtime.peers.visitors import LINKS_PER_KEY, VISITORS_LIMIT
 from covey.wire import decoding, door, formation, messages
 
 if TYPE_CHECKING:

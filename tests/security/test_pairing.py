@@ -21,11 +21,11 @@ from covey.base.errors import AuthError, CoveyError
 from covey.base.pace import Growing
 from covey.base.version import __version__
 from covey.net.audit import audit_reader
+from covey.net.host.machine import waking_clock
 from covey.net.keys import charter, clusters, owner, trust
 from covey.net.keys.identity import machine_name, node_name, own_machine
 from covey.proto import pairing as rules
 from covey.proto.pairing import RefusedPairingError
-from covey.runtime.clocks import waking_clock
 from covey.runtime.pairing import inviter
 from covey.wire.decoding import FRAME_LENGTH, frame
 from covey.wire.pairing import PAIRING_SPEAKS, PairingHello, PairingRefusal, decode_pairing

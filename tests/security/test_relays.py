@@ -18,11 +18,10 @@ from covey.base.errors import AuthError
 from covey.base.version import __version__
 from covey.runtime.links import handshake
 from covey.runtime.links.relayed import receive_message, send_message
-from covey.runtime.peers import better_ways, relay_registration
+from covey.runtime.peers import dialer, relay_registration
 from covey.runtime.peers import dialer as dialer_module
 from covey.runtime.peers import relays as relays_module
-from covey.runtime.peers.follower import DialOutcome
-from covey.runtime.peers.hints import HINTS_LIMIT, Hint
+from covey.runtime.peers.hints import HINTS_LIMIT, DialOutcome, Hint
 from covey.runtime.relaying.server import NOT_PROVED, RelayLimits
 from covey.wire import door, messages
 from covey.wire.decoding import FRAME_LENGTH, frame
@@ -61,7 +60,7 @@ async def no_direct_way(_mesh: ClusterMesh, _remote: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _only_relays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(better_ways.BetterWays, "seek_direct", no_direct_way)
+    monkeypatch.setattr(dialer.BetterWays, "seek_direct", no_direct_way)
 
 
 @contextlib.contextmanager

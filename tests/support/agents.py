@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from tests.support.waiting import wait_until
 
-from covey.agent.agent import serving
+from covey.agent.agent import Permission, serving
 from covey.agent.callers import calling
-from covey.agent.permission import Permission
 from covey.base.config import GroupConfig
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster

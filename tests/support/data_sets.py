@@ -14,10 +14,9 @@ from tests.support.agents import CONFIG
 from tests.support.waiting import DEADLINE, wait_until
 
 from covey.agent import data_store
-from covey.agent.agent import serving
+from covey.agent.agent import Permission, serving
 from covey.agent.callers import calling
 from covey.agent.data_folder import read_data
-from covey.agent.permission import Permission
 from covey.agent.push import DataWanted, push
 from covey.net.keys import clusters
 from covey.net.keys.clusters import Cluster

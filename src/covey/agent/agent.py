@@ -1,8 +1,14 @@
-"""The resident agent of a machine: a node of the cluster that is in no run, and starts programs for members."""
+"""The resident agent of a machine: a node of the cluster that is in no run, and starts programs for members.
+
+A `Permission` says which members may start programs on this machine, without I/O. A member is known by the key that TLS
+has proved on its link, and by the machine whose first key has signed that key (`wire.signed`). Names play no part: a
+node can claim any.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from covey.agent.data_line import DataLine, Grants
@@ -11,27 +17,55 @@ from covey.agent.link_transport import LinkTransport
 from covey.agent.requests import AGENT_CALL_BYTES
 from covey.agent.service import AgentService
 from covey.base.config import GroupConfig, ports_from
+from covey.base.errors import AuthError
+from covey.base.text import printable
 from covey.net.host.settings_files import effective_environment
+from covey.net.keys.identity import id_text, node_name
 from covey.runtime import loop as control
 from covey.runtime.calls.service import CallService
-from covey.runtime.keeper.member_relay import MemberRelay
+from covey.runtime.keeper.keeper import MemberRelay
 from covey.runtime.peers.cluster_mesh import ClusterMesh
 from covey.runtime.peers.endpoint import cluster_endpoint
-from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import MeshListener
 from covey.wire import messages
+from covey.wire.signed import machine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from covey.agent.permission import Permission
-    from covey.base.errors import AuthError
     from covey.base.numbers import Seat
     from covey.net.keys.clusters import Cluster
     from covey.runtime.calls.transport import CallListener
     from covey.runtime.peers.endpoint import Endpoint
     from covey.runtime.peers.remote_process import RemoteProcess
+    from covey.wire.messages import Card
 
 AGENT_CALL_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Permission:
+    """The machines whose members may start programs here."""
+
+    own: bytes
+    """The first key of this machine, which may always."""
+    machines: frozenset[bytes] = frozenset()
+    """Ids of machines, or of single nodes."""
+    is_for_all: bool = False
+    """Whether every member of the cluster may."""
+    here: str = ""
+    """The name of this machine, for the refusal."""
+
+    def objection(self, card: Card) -> str:
+        """Return why a node may not start programs here, and what to do; or ""."""
+        try:
+            machine = machine_of(card)
+        except AuthError as error:
+            return str(error)
+        if self.is_for_all or {card.id, machine} & {self.own, *self.machines}:
+            return ""
+        name = printable(node_name(card.host_name, machine), 60)  # a terminal has a key of its own
+        return f"{name} may not use {self.here}: there, add --allow {id_text(machine)} to `covey up`"
 
 
 def call_config(interfaces: str = "") -> GroupConfig:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from covey.base.errors import ConfigError, RemoteProtocolError
-from covey.runtime import by_value
 from covey.runtime.calls.functions import failure_of
 from covey.runtime.calls.objects import TensorConverter
+from covey.runtime.keeper.reports import dumps
 from covey.wire.call_values import Signature, decoded, pack
 from covey.wire.calls import CallFailure  # noqa: TC001 - a field
 
@@ -70,7 +70,7 @@ def function_file(fn: Callable[..., Any]) -> bytes:
     """
     try:
         hints = typing.get_type_hints(fn, include_extras=True) if inspect.isroutine(fn) else None
-        code = by_value.dumps((fn, hints))
+        code = dumps((fn, hints))
     except Exception as error:
         name = getattr(fn, "__qualname__", fn)
         raise ConfigError(f"{name!s} cannot be sent: {type(error).__name__}: {error}") from error

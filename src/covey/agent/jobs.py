@@ -1,4 +1,7 @@
-"""The programs that an agent has started, each a `covey run` of its own: their processes, output and ends."""
+"""The programs that an agent has started, each a `covey run` of its own: their processes, output and ends.
+
+An `OutputLog` is the output of one of them, for any number of readers. Any thread may call any method.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
 from covey.agent.delivery import remove_temporary
-from covey.agent.outputs import OutputLog
-from covey.agent.requests import JobReport
+from covey.agent.requests import OUTPUT_CHUNK_BYTES, JobReport, OutputBatch
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
 from covey.base.pace import Bucket
 from covey.net.host.folders import private_folder
+from covey.net.host.saved_output import SavedOutput, read_log, tail_of
 from covey.runtime.keeper.keeper import TERM_GRACE
 from covey.runtime.keeper.supervisor import SIGNAL_GRACE
 from covey.runtime.processes import Children, exit_status
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
     from covey.agent.requests import StartRequest
     from covey.runtime.processes import Child, ChildOutput
 
+LOG_BYTES: Final = 32 << 20
+"""What is kept of the output of a program."""
+VIEW_TAIL_BYTES: Final = 256 << 10
+"""What a view shows of the output before it was opened."""
 RUNNING_LIMIT: Final = 16
 """Programs that run at a time."""
 ENDED_LIMIT: Final = 16
@@ -49,6 +56,67 @@ WORDS_SHOWN: Final = 200
 JOB_START_SECONDS: Final = 30.0
 JOB_STOP_SECONDS: Final = SIGNAL_GRACE + 2 * TERM_GRACE
 """How long `covey run` may take to end its processes after SIGTERM."""
+
+
+class OutputLog:
+    """What one program has written, and how it has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write into `folder`, which has no log yet."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._log = SavedOutput(folder, LOG_BYTES)
+        self.code: int | None = None
+        """The exit code of the program, once it has ended."""
+        self._listeners: list[Callable[[], None]] = []
+
+    def append(self, stream: int, data: bytes) -> None:
+        """Add output; what cannot be written (a full disk) is lost, and readers are told."""
+        with self._lock:
+            self._log.append(stream, data)
+        self._tell()
+
+    def end(self, code: int) -> None:
+        """Note that the program has ended."""
+        with self._lock:
+            self.code = code
+        self._tell()
+
+    def read(self, offset: int) -> OutputBatch:
+        """Return the records from `offset` on, as many as fit into a call; none if there are none yet.
+
+        Raises:
+            ConfigError: no record begins there.
+        """
+        with self._lock:
+            end, code = self._log.end, self.code
+        batch = read_log(self._folder, offset, OUTPUT_CHUNK_BYTES)
+        records = tuple((record.stream, record.data) for record in batch.records)
+        times = tuple(record.at for record in batch.records)
+        return OutputBatch(batch.next, batch.missing, records, code if batch.next >= end else None, times)
+
+    def tail(self) -> int:
+        """Return an offset shortly before the end, at which a record begins."""
+        return tail_of(self._folder, VIEW_TAIL_BYTES)
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` after every change, on the thread of the change; return what ends this."""
+        self._listeners.append(listener)
+
+        def stop() -> None:
+            with contextlib.suppress(ValueError):
+                self._listeners.remove(listener)
+
+        return stop
+
+    def remove(self) -> None:
+        """Remove the files; the log is of no use afterwards."""
+        with self._lock:
+            self._log.remove()
+
+    def _tell(self) -> None:
+        for listener in tuple(self._listeners):
+            listener()
 
 
 class StartedJob:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from covey.agent.callers import AgentCaller
     from covey.agent.requests import OutputBatch
-    from covey.runtime.keeper.rank_logs import RankLogs
+    from covey.runtime.keeper.output import RankLogs
 
 WRITE_WAIT_SECONDS: Final = 0.2
 _MACHINE_PREFIX: Final = re.compile(rb"\[([^\]\r\n]{1,160})\] (.*)\Z", re.DOTALL)

@@ -5,6 +5,9 @@ imported when the command is used, so that `covey run` starts quickly.
 
 Exit codes of all commands: 0 success, 1 failure, 2 a wrong call or setting, 70 a fault in covey, 130 Ctrl-C. `covey
 run` returns the exit code of the script.
+
+Shell completion of names runs while the user types: it reads only files of this machine, and ignores problems with
+them.
 """
 
 from __future__ import annotations
@@ -22,14 +25,13 @@ import typer.core
 import typer.main
 
 from covey.base.errors import ConfigError, CoveyError, Remedy
-from covey.cli import completion
-from covey.cli.output import output_written
 from covey.cli.terminal import say
 from covey.runtime.tracebacks import is_debugging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
+_CLUSTER_COMMANDS = frozenset({"cluster", "default", "forget"})
 COMMANDS: Final = {
     "init": "Make a cluster, and show a code for other machines.",
     "pair": "Show a code of six digits, with which other machines get into the cluster.",
@@ -81,6 +83,48 @@ FAULT_CODE: Final = 70
 """The exit code after an unexpected exception: EX_SOFTWARE of sysexits.h."""
 
 
+def cluster_names(_words: dict[str, Any]) -> list[str]:
+    """Return the clusters this machine is in."""
+    from covey.net.keys import clusters
+
+    return [cluster.name for cluster in clusters.list_clusters()]
+
+
+def node_names(words: dict[str, Any]) -> list[str]:
+    """Return the nodes that were met in the cluster named on the command line."""
+    from covey.net.keys import clusters
+
+    return sorted(set(clusters.known(clusters.find_saved(words.get("cluster")).name).values()))
+
+
+def run_names(_words: dict[str, Any]) -> list[str]:
+    """Return the runs that this machine remembers, the latest first."""
+    from covey.net.host.saved_runs import past_runs
+
+    return list(dict.fromkeys(run.record.name for run in reversed(past_runs())))
+
+
+def completing(offer: Callable[[dict[str, Any]], Iterable[str]]) -> Callable[[Any, Any, str], list[str]]:
+    """Return a callback for Typer: the names from `offer` that begin with what was typed."""
+
+    def complete(context: Any, _parameter: Any, begun: str) -> list[str]:
+        with contextlib.suppress(CoveyError, OSError):
+            return [name for name in offer(context.params) if name.startswith(begun)]
+        return []
+
+    return complete
+
+
+def prepare(parameter: Any) -> None:
+    """Set the completion of a parameter, by its metavar and name."""
+    if parameter.metavar == "CLUSTER" or (parameter.metavar == "NAME" and parameter.name in _CLUSTER_COMMANDS):
+        parameter._custom_shell_complete = completing(cluster_names)
+    elif parameter.metavar in ("NODE", "NODE|all"):
+        parameter._custom_shell_complete = completing(node_names)
+    elif parameter.metavar == "RUN":
+        parameter._custom_shell_complete = completing(run_names)
+
+
 def _show_tracebacks(asked: bool) -> None:
     if asked:
         os.environ["COVEY_DEBUG"] = "1"  # inherited by the processes that a command starts
@@ -105,7 +149,7 @@ def load(name: str) -> Any:
     command.name = name
     for each in (command, *getattr(command, "commands", {}).values()):
         for parameter in each.params:
-            completion.prepare(parameter)
+            prepare(parameter)
         each.params.append(_traceback_option())
         each.help = "\n\n".join(" ".join(part.split()) for part in (each.help or "").split("\n\n"))  # fits any width
         each.format_help = functools.partial(_format_help, each.format_help)
@@ -211,3 +255,32 @@ def explain(error: Exception) -> str:
     if error.remedy is Remedy.FIX:  # the message says what to correct
         return f"error: {error}"
     return f"error: {error}\nwhat to do: {error.remedy.value}"
+
+
+@contextlib.contextmanager
+def output_written() -> Iterator[None]:
+    """Exit with 1 and an error line if what the block printed cannot be written to standard output."""
+    try:
+        yield
+    except OSError as error:
+        # An unbuffered stream drops what it could not write. Writing again shows whether the error was the stream's.
+        _flush("\n" if error.errno is not None and error.filename is None else "")
+        raise
+    finally:
+        _flush()
+
+
+def _flush(more: str = "") -> None:
+    if sys.stdout is None:
+        return
+    try:
+        if more:  # an unbuffered stream performs even empty writes, which may fail
+            sys.stdout.write(more)
+        sys.stdout.flush()
+    except OSError as error:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # or else the interpreter fails again at exit
+        os.close(nowhere)
+        with contextlib.suppress(OSError):
+            print(f"error: output cannot be written ({error.strerror})", file=sys.stderr)
+        raise SystemExit(1) from None

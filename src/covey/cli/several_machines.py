@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from covey.agent.ssh import SshHost
     from covey.net.host.saved_runs import SavedRun
     from covey.net.keys.clusters import Cluster
-    from covey.runtime.keeper.rank_logs import RankLogs
+    from covey.runtime.keeper.output import RankLogs
 
     Keep = Callable[[Sequence[str], int], SavedRun | None]
     """Makes the record of a run that has been started, from the names of its machines and the number of its ranks."""
@@ -116,7 +116,7 @@ def _on_agents(program: Program, terms: FanOut, keep: Keep, names: tuple[str, ..
     from covey.agent.snapshot import take_snapshot
     from covey.cli import consent
     from covey.net.keys import trust
-    from covey.runtime.keeper.rank_logs import RankLogs
+    from covey.runtime.keeper.output import RankLogs
 
     check_run_name(program.run)
     if not names:
@@ -164,7 +164,7 @@ def _with_ssh(program: Program, terms: FanOut, keep: Keep, text: str) -> int:
     from covey.agent.launching import goes_on
     from covey.agent.shares import SharedRun
     from covey.agent.ssh import SshShare, parse_hosts, ssh_command
-    from covey.runtime.keeper.rank_logs import RankLogs
+    from covey.runtime.keeper.output import RankLogs
     from covey.runtime.peers.visit import visiting
 
     hosts = parse_hosts(text, terms.processes or 1)

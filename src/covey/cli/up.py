@@ -38,7 +38,7 @@ from covey.runtime.keeper.presence import CONDITIONS, MachinePresence, PresenceT
 from covey.runtime.loop import LOOK_UP_EVERY
 
 if TYPE_CHECKING:
-    from covey.agent.permission import Permission
+    from covey.agent.agent import Permission
     from covey.net.keys.clusters import Cluster
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -174,7 +174,7 @@ def permission_for(cluster: Cluster, allow: list[str]) -> Permission:
     Raises:
         ConfigError: no trusted machine has a name, or several have.
     """
-    from covey.agent.permission import Permission
+    from covey.agent.agent import Permission
 
     here = node_name(os.uname().nodename, own_machine())
     if "all" in allow:

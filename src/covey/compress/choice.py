@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from covey.base.errors import ConfigError
-from covey.compress.casts import BF16, FP16
 from covey.compress.codec import Codec, call_text
-from covey.compress.quantisers import FP8, Int4, Int8, OneBit
+from covey.compress.quantisers import BF16, FP8, FP16, Int4, Int8, OneBit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

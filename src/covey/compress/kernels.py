@@ -5,6 +5,8 @@ All arrays are one-dimensional and contiguous. They are handled in chunks that s
 A block on the wire is a float32 scale in little-endian order, then the levels; the last block may be shorter. The scale
 of a block with an infinity is infinity, and its levels are 1 and -1 for infinities, 0 for numbers, which decode to NaN.
 The scale of a block with a NaN is NaN. (Blocks of `onebit` have NaN in both cases.)
+
+Random numbers are a function of seed, salt and index: all ranks, and compiled loops, compute the same ones.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from covey.base.arithmetic import BFLOAT16
 from covey.compress import compiled
 from covey.compress.codec import CHUNK
 from covey.compress.compiled import or_compiled
-from covey.compress.hashing import uniform
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,17 +28,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from covey.compress.codec import Bytes, Floats
-    from covey.compress.hashing import Words
 
     Indices = NDArray[np.int64]
     Store = Callable[[Floats, Bytes], None]
+    Words = NDArray[np.uint32]
 
 SCALE_BYTES: Final = 4
 INT8_LEVELS: Final = 127
 INT4_LEVELS: Final = 7
 FP8_DTYPES: Final = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 FP8_LEVELS: Final = {name: float(ml_dtypes.finfo(dtype).max) for name, dtype in FP8_DTYPES.items()}
-
 _FLT_MIN: Final = np.float32(2.0**-126)
 """The smallest scale. Its inverse is finite, so that blocks of zeros and denormals need no special case."""
 _FLT_MAX: Final = np.finfo(np.float32).max
@@ -45,7 +45,6 @@ _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _INFINITY: Final = np.uint32(0x7F800000)
 _QUIET_NAN: Final = np.uint32(0x7FC00000).view(np.float32)
 _FP16: Final = np.dtype("<f2")
-
 _FP8_VALUES: Final = {
     name: np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32) for name, dtype in FP8_DTYPES.items()
 }
@@ -55,6 +54,37 @@ _INT4_PAIRS: Final = (
     np.stack([_NIBBLES % 16 - 8, _NIBBLES // 16 - 8], axis=1).astype(np.float32).view(np.uint64).reshape(-1)
 )
 """For each byte the two floats that its nibbles stand for, as one word of eight bytes."""
+
+
+def mix(words: Words) -> Words:
+    """Return a 32-bit hash of each word: the finaliser of murmur3."""
+    h = words ^ (words >> np.uint32(16))
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(16)
+    return h
+
+
+def random_key(seed: int, salt: int) -> int:
+    """Return 32 bits that depend on all bits of `seed` (32) and `salt` (64)."""
+    words = np.array([seed & 0xFFFFFFFF, ((salt >> 32) + 0x165667B1) & 0xFFFFFFFF], np.uint32)
+    hashed_seed, high = mix(words)
+    (low,) = mix(np.array([hashed_seed ^ np.uint32(salt & 0xFFFFFFFF)], np.uint32))
+    return int(low ^ high)
+
+
+def random_words(start: int, count: int, key: int) -> Words:
+    """Return 32 random bits for each index from `start` on."""
+    indices = np.arange(start, start + count, dtype=np.uint64).astype(np.uint32)
+    indices *= np.uint32(0x9E3779B1)
+    indices += np.uint32(key)
+    return mix(indices)
+
+
+def uniform(start: int, count: int, key: int) -> Floats:
+    """Return a random number in [0, 1) for each index from `start` on."""
+    return (random_words(start, count, key) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def magnitudes(x: Floats) -> Words:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from covey.base.errors import ConfigError
 from covey.base.text import listed, printable
-from covey.compress.casts import BF16, FP16
 from covey.compress.choice import Auto
 from covey.compress.codec import Codec, check_sizes
 from covey.compress.low_rank import LowRank, PowerSGD
-from covey.compress.quantisers import FP8, Int4, Int8, OneBit
+from covey.compress.quantisers import BF16, FP8, FP16, Int4, Int8, OneBit
 from covey.compress.sparse import RandomK, Sparsifier, Threshold, TopK
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 from covey.base.errors import ConfigError
 from covey.compress import kernels
 from covey.compress.codec import call_text
-from covey.compress.hashing import random_key, random_words
+from covey.compress.kernels import random_key, random_words
 from covey.compress.quantisers import check_seed
 
 if TYPE_CHECKING:

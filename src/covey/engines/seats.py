@@ -2,6 +2,8 @@
 
 The engine carries the functions of its users, and thus whatever they do: it also carries the secret of the run, which
 is made anew for every launch.
+
+Collected are the results of all ranks, or the failure that explains most.
 """
 
 from __future__ import annotations
@@ -10,15 +12,16 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, DeadlineError, RankFailedError
 from covey.net.keys.secret_sources import forgetting_secrets
-from covey.runtime.keeper.reports import CallReport, report_of
+from covey.runtime.keeper.reports import CallReport, most_telling, report_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from covey.runtime.group.group import Group
 
@@ -30,6 +33,10 @@ RENDEZVOUS_PORTS: Final = range(20_000, 32_000)
 """Below those that systems give to programs that ask for any port, so that none takes it before rank 0 does."""
 _OF_OTHER_LAUNCHERS: Final = ("COVEY_RANK", "COVEY_RUN")
 """Variables that come before those of a seat, and would place the process in another run."""
+_seats: dict[str, Group | None] = {}
+"""The seat that this process has, by its secret, and the group once it has joined."""
+CALL_FAILURE_GRACE: Final = 3.0
+"""Seconds that the other ranks have to report after the first failure: one of theirs may explain more."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +136,6 @@ def end(secret: str) -> None:
         group.revoke()
 
 
-_seats: dict[str, Group | None] = {}
-"""The seat that this process has, by its secret, and the group once it has joined."""
-
-
 @contextlib.contextmanager
 def _seated(seat: Seat) -> Iterator[None]:
     """Take a seat: set its variables, of which a process has room for one set."""
@@ -160,3 +163,55 @@ def need_workers(number: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigError(f"num_workers={number!r} must be a whole number above 0")
     return number
+
+
+def collect(
+    size: int,
+    wait: Callable[[float | None], Iterable[tuple[int, CallReport | str]]],
+    loads: Callable[[bytes], Any],
+    *,
+    timeout: float | None,
+    tolerate_losses: bool,
+) -> list[Any]:
+    """Return the results of all ranks, by rank.
+
+    `wait(seconds)` waits at most so long (None: without limit) for ranks to end, and returns those that have since it
+    was last called: each with its report, or with a text that says how its process was lost. With `tolerate_losses`,
+    the result of a lost rank is None, unless all are lost.
+
+    Raises:
+        DeadlineError: some have not ended within `timeout` seconds.
+        RankFailedError: a rank was lost, or its exception cannot be pickled. Any other exception is raised as it is.
+    """
+    results: list[Any] = [None] * size
+    missing, lost = set(range(size)), 0
+    failures: list[BaseException] = []
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while missing:
+        patience = None if deadline is None else deadline - time.monotonic()
+        if patience is not None and patience <= 0:
+            break
+        for rank, ended in wait(patience):
+            missing.remove(rank)
+            if isinstance(ended, CallReport):
+                failure = ended.failure(rank, size)
+                if failure is None:
+                    results[rank] = loads(ended.body)
+                    continue
+            else:
+                lost += 1
+                if tolerate_losses and lost < size:
+                    continue
+                failure = RankFailedError(f"rank {rank} of {size} is lost: {ended}", rank=rank)
+            failures.append(failure)
+            grace = time.monotonic() + CALL_FAILURE_GRACE
+            deadline = grace if deadline is None else min(deadline, grace)
+    if failures:
+        raise most_telling(failures)
+    if missing:
+        late = tuple(sorted(missing))
+        names = ", ".join(map(str, late))
+        raise DeadlineError(
+            f"launch: no result from rank {names} of {size} within the timeout of {timeout:g} s", late=late
+        )
+    return results

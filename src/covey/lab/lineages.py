@@ -22,8 +22,7 @@ from covey.proto.ballot import first_record
 from covey.proto.changes import Excluded, Freeze, Installed, Persist, QuorumLost, SendToNode
 from covey.proto.joining import Agree, Bind, Joining, JoiningPace, Remember, Say, founding_record, seated_for
 from covey.proto.membership import Membership
-from covey.wire.formation import FoundingMember, Here, Phase, Terms
-from covey.wire.lineage import Ending, Remembered
+from covey.wire.formation import Ending, FoundingMember, Here, Phase, Remembered, Terms
 from covey.wire.membership import Bound, MemberKey, Seated, Successor, View
 
 STORY_PATIENCE = 4.0

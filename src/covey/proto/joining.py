@@ -20,8 +20,7 @@ from covey.proto.formation import PROPOSAL_PATIENCE, SETTLE, Formation
 from covey.proto.lineages import Lineages
 from covey.proto.membership import RELINK, Membership
 from covey.proto.membership import VIEW_PATIENCE as VIEW_PATIENCE
-from covey.wire.formation import Here
-from covey.wire.lineage import Ending
+from covey.wire.formation import Ending, Here
 from covey.wire.membership import Bound, MemberKey, Seated, Successor
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from covey.wire.formation import Formation as FormationMessage
-    from covey.wire.formation import FoundingMember, Terms
-    from covey.wire.lineage import Remembered
+    from covey.wire.formation import FoundingMember, Remembered, Terms
     from covey.wire.membership import Membership as Agreeing
     from covey.wire.membership import Record, View
     from covey.wire.versions import Versions

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from covey.wire.lineage import MAX_ENDED, MAX_GIVEN_UP, MAX_NAMES, MAX_OPEN, Ending, KnownLineage, Remembered
+from covey.wire.formation import MAX_ENDED, MAX_GIVEN_UP, MAX_NAMES, MAX_OPEN, Ending, KnownLineage, Remembered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

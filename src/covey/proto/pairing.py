@@ -45,8 +45,7 @@ from covey.wire.signed import SIGNATURE_BYTES, is_signed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.wire.pairing import PairingMessage, RefusalKind
-    from covey.wire.pake import CodeExchange
+    from covey.wire.pairing import CodeExchange, PairingMessage, RefusalKind
 
 CODE_SECONDS: Final = 300.0
 """How long a code is good."""

@@ -1,5 +1,4 @@
-"""Signals: handlers for those that a program does not handle itself, those that a keeper waits for, and those held
-back.
+"""Handlers for signals that a program does not handle itself, signals that a keeper waits for, and signals held back.
 
 Python runs handlers on the main thread, between any two steps of its code. One that raises, as that of Ctrl-C does,
 would leave a half-read frame or a half-sent record behind, so a thread that changes what others share holds them back.
@@ -16,6 +15,9 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
     from types import FrameType
+
+_SIGNALS: Final = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGALRM)
+"""Those whose handlers usually raise."""
 
 
 def handle(signum: int, handler: Callable[[int, object], None]) -> None:
@@ -66,10 +68,6 @@ def signals_noted(arrived: list[int]) -> Iterator[socket.socket]:
             if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
                 stack.callback(signal.signal, signum, signal.signal(signum, note))
         yield wake
-
-
-_SIGNALS: Final = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGALRM)
-"""Those whose handlers usually raise."""
 
 
 class HeldSignals:

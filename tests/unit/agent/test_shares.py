@@ -20,7 +20,7 @@ from tests.support.waiting import DEADLINE, wait_until
 from covey.agent import shares
 from covey.agent.screen import JsonScreen, Screen
 from covey.agent.shares import Printed, Report, Said, SharedRun, ShareEnded, failure_code
-from covey.runtime.keeper.rank_logs import RankLogs
+from covey.runtime.keeper.output import RankLogs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 from tests.support.jobs import SOURCE
-from tests.support.sets import only
+from tests.support.sets import only, pairs
 from tests.support.waiting import DEADLINE
 
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError
@@ -202,3 +202,18 @@ def test_help_lists_each_command_once_under_a_heading(covey: Covey, monkeypatch:
     assert listed == HEADED
     places = [shown.index(f"─ {heading} ") for heading in HEADINGS]
     assert places == sorted(places)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
+@pytest.mark.parametrize(("words", "unbuffered"), pairs([["--version"], ["bench", "--help"]], ["", "1"]))
+def test_a_command_on_a_full_disk_says_so_in_one_line_and_fails(words: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "covey", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert (ended.returncode, ended.stderr) == (1, "error: output cannot be written (No space left on device)\n")

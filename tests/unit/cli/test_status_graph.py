@@ -11,8 +11,7 @@ from tests.support.in_turn import in_turn
 from covey.cli.doctor.facts import Facts, Machine
 from covey.cli.doctor.findings import findings
 from covey.cli.doctor.limits import limit_of, limiting_links
-from covey.cli.status.drawing import svg
-from covey.cli.status.graph import graph
+from covey.cli.status.drawing import graph, svg
 from covey.cli.status.network import RunNetwork, combined
 from covey.wire.reports import MeasuredNetwork, NetworkMember, decode_network, encode_network
 

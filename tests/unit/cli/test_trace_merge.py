@@ -11,7 +11,7 @@ import pytest
 from covey.base.numbers import OPERATIONS
 from covey.cli.trace.command import latest_of, read_latest, report
 from covey.cli.trace.merge import chrome_trace, clock_offsets, merge
-from covey.runtime.keeper.flights import collect
+from covey.runtime.keeper.pages import collect
 from covey.runtime.metrics import flight as files
 from covey.runtime.recorder import FAILED, RETURNED, RUNNING
 from covey.wire import messages

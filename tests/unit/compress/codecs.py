@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from covey.compress.casts import BF16, FP16
-from covey.compress.quantisers import FP8, Int4, Int8, OneBit
+from covey.compress.quantisers import BF16, FP8, FP16, Int4, Int8, OneBit
 
 CODECS = [
     *(FP16(), BF16(), FP8(), FP8("e5m2"), OneBit(), OneBit(block=8)),

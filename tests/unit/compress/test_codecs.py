@@ -10,8 +10,8 @@ from tests.support.in_turn import in_turn
 from tests.unit.compress.arrays import around, decoded, encoded, finite_arrays, gradient, normal
 from tests.unit.compress.codecs import BLOCKWISE, CODECS
 
-from covey.compress.casts import BF16, FP16
 from covey.compress.codec import Codec, chunk_elements, encode_with_residual
+from covey.compress.quantisers import BF16, FP16
 
 ARRAYS = finite_arrays()
 every_codec = in_turn(codec=CODECS)

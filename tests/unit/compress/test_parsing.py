@@ -12,12 +12,11 @@ from tests.support.in_turn import in_turn
 import covey
 from covey.base.errors import ConfigError
 from covey.compress import parsing
-from covey.compress.casts import BF16, FP16
 from covey.compress.choice import Auto
 from covey.compress.codec import Codec
 from covey.compress.low_rank import PowerSGD
 from covey.compress.parsing import Compression, parse, register_codec
-from covey.compress.quantisers import FP8, Int4, Int8, OneBit
+from covey.compress.quantisers import BF16, FP8, FP16, Int4, Int8, OneBit
 from covey.compress.sparse import RandomK, Threshold, TopK
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tests.support.in_turn import in_turn
 from tests.unit.compress.arrays import around, encoded, finite_arrays, normal
 
 from covey.base.errors import ConfigError
-from covey.compress.hashing import random_key, uniform
+from covey.compress.kernels import random_key, uniform
 from covey.compress.quantisers import FP8, Int4, Int8, OneBit
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tests.sim.test_membership import MUTANTS
 from tests.unit.plan.cases import SIZES
 from tools.call_frames import MOST_FRAMES
 
-from covey.agent import environments, jobs, launching, outputs, snapshot
+from covey.agent import environments, jobs, launching, snapshot
 from covey.base import arithmetic, numbers, settings
 from covey.base.config import KNOWN_VARIABLES, GroupConfig
 from covey.base.setting_kinds import show_bytes
@@ -38,7 +38,7 @@ from covey.net.keys import clusters
 from covey.net.lanes import lane
 from covey.net.quic import line
 from covey.plan import choose, cost, fit, measurement, network, order, trees
-from covey.proto import call_inquiries, evidence, health, message_link, overlay, relay_trips
+from covey.proto import call_inquiries, evidence, health, message_link, overlay, relay_trips, views
 from covey.proto import store as store_rules
 from covey.proto.calling import incoming, outgoing
 from covey.proto.formation import proposals
@@ -51,32 +51,23 @@ from covey.runtime.compressed import automatic
 from covey.runtime.group.strategy import Strategy
 from covey.runtime.joining import generations
 from covey.runtime.joining import node as member_node
-from covey.runtime.keeper import keeper, local_keeper, output_descriptor, supervisor
+from covey.runtime.keeper import keeper, local_keeper, output, supervisor
+from covey.runtime.lanes import connections, rings
 from covey.runtime.lanes import kinds as lane_kinds
-from covey.runtime.lanes import rings
-from covey.runtime.lanes.tuning import (
-    packet_losses,
-    path_monitor,
-    receiving_limit,
-    sending_limit,
-    stream_choice,
-    stream_trials,
-    stripes,
-    trials,
-)
+from covey.runtime.lanes.tuning import path_monitor, rate_limits, stream_trials, stripes, trials
 from covey.runtime.links import sockets
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
-from covey.runtime.peers import better_ways, node_links, resting_links, rules, search
+from covey.runtime.peers import dialer, node_links, resting_links, rules, search
 from covey.runtime.peers.remote_process import PeerState
 from covey.runtime.relaying import server
-from covey.runtime.views import group_limits, losses, process_table
+from covey.runtime.views import losses, process_table
 from covey.wire import (
     checkpoint,
     decoding,
     door,
+    formation,
     header,
-    lineage,
     manifest,
     membership,
     port_mapping,
@@ -200,21 +191,21 @@ HELD = {
         f"one deadline and {size(upnp.MOST_DOCUMENT_BYTES)}",
         f"each node sends a new one every {every(responder.RENEW_SECONDS)}",
         f"read the cluster's file every {every(rules.WATCH_SECONDS)}",
-        f"the control loop looks {times(1 / sending_limit.SENDING_DIVIDE_SECONDS)} a second",
-        f"the peers that send to it, {times(1 / receiving_limit.RECEIVING_DIVIDE_SECONDS)} a second",
-        f"if it has changed by {spelled(receiving_limit.WORTH_TELLING)}",
-        f"{percent(sending_limit.PAYLOAD_SHARE)} is what is divided",
-        f"asks the kernel {times(1 / packet_losses.LOSS_SAMPLE_EVERY)} a second how many packets",
-        f"those that lose {percent(packet_losses.LOSSY)} or more",
+        f"the control loop looks {times(1 / rate_limits.SENDING_DIVIDE_SECONDS)} a second",
+        f"the peers that send to it, {times(1 / rate_limits.RECEIVING_DIVIDE_SECONDS)} a second",
+        f"if it has changed by {spelled(rate_limits.WORTH_TELLING)}",
+        f"{percent(rate_limits.PAYLOAD_SHARE)} is what is divided",
+        f"asks the kernel {times(1 / connections.LOSS_SAMPLE_EVERY)} a second how many packets",
+        f"those that lose {percent(connections.LOSSY)} or more",
         f"tried with up to {size(path_monitor.TRIAL_BYTES)}, and",
         f"{seal.STRIPE_NUMBER.size} bytes tell the receiver its place",
         f"or has timed out {times(tcp.SUSPECT_TIMEOUTS)}; the receiver",
         f"carried the whole transfer, or {size(in_source('native/striped.c', 'AHEAD_BYTES'))} of it",
         f"{size(path_monitor.TRIAL_BYTES)} reaches {spelled(stripes.LEAST_NETWORK_SHARE)} of what the lane does. After "
         f"{size(stripes.JUDGED_BYTES)} the striped lane must do {spelled(trials.CLEAR_GAIN - 1)} more",
-        f"{spelled(stream_choice.LOOKS).capitalize()} speeds against all before",
-        f"Each of {spelled(stream_choice.LOOKS)} speeds must be {spelled(trials.CLEAR_GAIN - 1)} above the best of the "
-        f"last {spelled(stream_choice.REMEMBERED)}",
+        f"{spelled(stream_trials.LOOKS).capitalize()} speeds against all before",
+        f"Each of {spelled(stream_trials.LOOKS)} speeds must be {spelled(trials.CLEAR_GAIN - 1)} above the best of the "
+        f"last {spelled(stream_trials.REMEMBERED)}",
         f"With records of {size(seal.SEALED_RECORD_LIMIT)}, all streams but one waited",
         f"With records of {size(seal.SPREAD_RECORD_LIMIT)} they moved",
         f"Lanes with one or {spelled(seal.FEW_STREAMS)} streams",
@@ -240,7 +231,7 @@ HELD = {
     ),
     "docs/glossary.md": (
         f"The default is {SET.patience:g} s.",
-        f"The {lineage.LINEAGE_BYTES}-byte name of one run",
+        f"The {formation.LINEAGE_BYTES}-byte name of one run",
         f"its last {recorder.RECORDS} operations in a ring",
         f"a run of more than {overlay.FULL_UP_TO} nodes rest",
         f"after a header of {header.TRANSFER_HEADER_BYTES} bytes",
@@ -286,12 +277,12 @@ HELD = {
         f"a rank that has waited for {trouble.ANNOUNCE_SECONDS:g} s asks",
     ),
     "docs/concepts/membership.md": (
-        f"lineage | {lineage.LINEAGE_BYTES} bytes that name one run",
+        f"lineage | {formation.LINEAGE_BYTES} bytes that name one run",
         f"waits {spelled(need.RELINK)} second for a member without a link, or {spelled(ballots.RELINK_VOUCHED)}",
         f"its lease of {leader.LEASE:g} s",
         f"waits {spelled(need.FINISH_TOGETHER)} a second for the others to end",
-        f"up to {lineage.MAX_OPEN} lineages that may not have ended, with the names of their members; the latest "
-        f"{lineage.MAX_ENDED} that have ended, and the latest {lineage.MAX_GIVEN_UP} that a person abandoned",
+        f"up to {formation.MAX_OPEN} lineages that may not have ended, with the names of their members; the latest "
+        f"{formation.MAX_ENDED} that have ended, and the latest {formation.MAX_GIVEN_UP} that a person abandoned",
         f"{spelled(len(MUTANTS))} mutants, each with one rule removed",
     ),
     "docs/guides/calls.md": (
@@ -361,7 +352,7 @@ HELD = {
         f"`ufw allow {settings.NODE_PORTS[0]}:{settings.NODE_PORTS[-1]}/tcp`",
         f"# listens at port {settings.RELAY_PORT};",
         f"It listens at port {settings.RELAY_PORT} as well",
-        f"which is tried again every {every(better_ways.SEEK_SECONDS)}",
+        f"which is tried again every {every(dialer.SEEK_SECONDS)}",
         f"is a join code, {2 * secret.KEY_BYTES} hexadecimal digits",
     ),
     "docs/guides/measuring.md": (
@@ -408,10 +399,10 @@ HELD = {
         f"{ms(lane_kinds.STREAMS_BY_ROUND_TRIP[0][0])}, {lane_kinds.STREAMS_BY_ROUND_TRIP[1][1]} below "
         f"{ms(lane_kinds.STREAMS_BY_ROUND_TRIP[1][0])}, and {lane_kinds.STREAMS_FAR} from there on",
         f"round trip is {ms(stream_trials.FAR_ROUND_TRIP)} or longer, a lane that is sending for "
-        f"{spelled(stream_choice.LEAST_SENDING_SHARE)} of the time or more tries "
-        f"{times(stream_choice.GROWTH)} as many, up to "
+        f"{spelled(stream_trials.LEAST_SENDING_SHARE)} of the time or more tries "
+        f"{times(stream_trials.GROWTH)} as many, up to "
         f"{settings.STREAMS_LIMIT}",
-        f"if {spelled(stream_choice.LOOKS)} measurements in a row",
+        f"if {spelled(stream_trials.LOOKS)} measurements in a row",
         f"are all at least {spelled(trials.CLEAR_GAIN - 1)} faster",
         f"again after {trials.FIRST_REST_SECONDS:g} seconds, then {2 * trials.FIRST_REST_SECONDS:g}, and later every "
         f"{trials.MOST_REST_SECONDS / 60:g} minutes",
@@ -419,7 +410,7 @@ HELD = {
         f"From {overlay.FULL_UP_TO + 1} nodes on",
         f"idle for {spelled(resting_links.LINK_IDLE_SECONDS)} seconds",
         f"`auto` is `full` up to {overlay.FULL_UP_TO} nodes",
-        f"If they are {percent(packet_losses.LOSSY)} or more, the lane uses BBR",
+        f"If they are {percent(connections.LOSSY)} or more, the lane uses BBR",
         f"noticed after {line.MOVED_SECONDS:g} seconds if the machine is found on another network, and otherwise after "
         f"{line.DEAD_PATH_SECONDS:g}",
     ),
@@ -434,7 +425,7 @@ HELD = {
         f"has {size(2 * SET.ring_bytes)} of shared memory (`ring_bytes`, in each direction)",
         f"large sums of up to {choose.DIRECT_RANKS} ranks that share memory",
         f"A run has up to {numbers.MAX_MEMBERS:,} ranks with",
-        f"open groups up to {group_limits.OPEN_RANKS:,} ranks in all: {group_limits.OPEN_RANKS // numbers.MAX_MEMBERS} "
+        f"open groups up to {views.OPEN_RANKS:,} ranks in all: {views.OPEN_RANKS // numbers.MAX_MEMBERS} "
         f"groups of {numbers.MAX_MEMBERS:,}",
         f"| {settings.NODE_PORTS[0]} to {settings.NODE_PORTS[-1]} | TCP |",
         f"| {responder._MDNS_PORT} | UDP, multicast |",
@@ -448,7 +439,7 @@ HELD = {
     ),
     "docs/guides/running.md": (
         f"# force a kind of lane: {', '.join(LANES[:-1])} or {LANES[-1]}",
-        f"again every {spelled(output_descriptor.RETRY_SECONDS)} seconds",
+        f"again every {spelled(output.RETRY_SECONDS)} seconds",
         f"once the folder is a {every(runs.YOUNG_FOLDER_SECONDS)} old",
         f"(default {environment.MASTER_PORT})",
         f"default {environment.LAUNCH_JOIN_SECONDS / 60:g} minutes)",
@@ -466,12 +457,12 @@ HELD = {
     "docs/guides/several-machines.md": (
         f"is gone for {launching.LEASE_SECONDS:g} seconds",
         f"remembers the last {jobs.ENDED_LIMIT}.",
-        f"keeps the last {size(outputs.LOG_BYTES)} of the output",
+        f"keeps the last {size(jobs.LOG_BYTES)} of the output",
         f"{snapshot.SNAPSHOT_FILES_LIMIT:,} files of {size(snapshot.FOLDER_BYTES)} in all",
         f"The last {environments.ENVIRONMENTS_LIMIT} environments",
     ),
     "docs/reference/commands.md": (
-        f"the last {size(outputs.LOG_BYTES)} of each program",
+        f"the last {size(jobs.LOG_BYTES)} of each program",
         f"and SIGKILL {supervisor.SIGNAL_GRACE:g} seconds later",
         f"Turns of each side, {spelled(ddp.STEPS)} steps each",
         f"one if it takes over {spelled(bench_compress.MEASURED_ONCE_SECONDS)} seconds",

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from covey.base.errors import ConfigError, DeadlineError, PeerLostError, RankFailedError
-from covey.engines.collecting import collect
-from covey.engines.seats import Site, free_pair, need_workers, seat_workers, sit
+from covey.engines.seats import Site, collect, free_pair, need_workers, seat_workers, sit
 from covey.net.keys import secret_sources
 from covey.runtime.environment import find_launched_rank
 from covey.runtime.keeper.reports import CallReport, report_of

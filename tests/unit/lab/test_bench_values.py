@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from covey.lab.bench.sweep import MEASURED_DTYPES
-from covey.lab.bench.values import PIECE, fill, first_wrong, pattern
+from covey.lab.bench.worker import PIECE, fill, first_wrong, pattern
 
 RANKS = 3
 PART = PIECE + 5

@@ -29,9 +29,8 @@ from tests.support.waiting import DEADLINE
 
 from covey.base.native import Native, native
 from covey.compress import compiled, kernels
-from covey.compress.casts import BF16, FP16
 from covey.compress.codec import encode_with_residual
-from covey.compress.quantisers import Int4, Int8
+from covey.compress.quantisers import BF16, FP16, Int4, Int8
 
 if TYPE_CHECKING:
     from collections.abc import Callable

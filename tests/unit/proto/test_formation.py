@@ -15,8 +15,21 @@ from covey.lab.world import SimulatedWorld
 from covey.proto.formation import MOST_PAST_LIVES, PROPOSALS_LIMIT, Formation, joiners
 from covey.proto.formation.joiners import rank_order
 from covey.proto.lineages import Lineages
-from covey.wire.formation import Answer, FoundingMember, Here, Outcome, Phase, Propose, Row, Standing, Terms
-from covey.wire.lineage import MAX_OPEN, RANDOM_BYTES, Ending, new_lineage
+from covey.wire.formation import (
+    MAX_OPEN,
+    RANDOM_BYTES,
+    Answer,
+    Ending,
+    FoundingMember,
+    Here,
+    Outcome,
+    Phase,
+    Propose,
+    Row,
+    Standing,
+    Terms,
+    new_lineage,
+)
 from covey.wire.versions import Versions
 
 LINEAGE = new_lineage(1000.0, b"l" * 10)

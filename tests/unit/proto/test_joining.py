@@ -10,8 +10,17 @@ import msgspec
 
 from covey.proto.ballot import first_record
 from covey.proto.joining import Agree, Bind, Joining, Remember, Say, founding_record, seated_for
-from covey.wire.formation import FoundingMember, Here, Phase, Propose, Terms
-from covey.wire.lineage import Ending, KnownLineage, Remembered, new_lineage
+from covey.wire.formation import (
+    Ending,
+    FoundingMember,
+    Here,
+    KnownLineage,
+    Phase,
+    Propose,
+    Remembered,
+    Terms,
+    new_lineage,
+)
 from covey.wire.membership import (
     Accept,
     Accepted,

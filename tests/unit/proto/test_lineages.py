@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from covey.proto.lineages import TOLD, Lineages, merge
-from covey.wire.lineage import (
+from covey.wire.formation import (
     MAX_ENDED,
     MAX_OPEN,
     Ending,

@@ -11,12 +11,11 @@ from msgspec.structs import replace
 
 from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
-from covey.runtime.clocks import ClockOffsets
 from covey.runtime.peers.peer_table import PeerTable
 from covey.runtime.peers.remote_process import TRANSITIONS, PeerEvent, PeerState, RemoteProcess
 from covey.runtime.tasks import Tasks
 from covey.runtime.views import health_monitor
-from covey.runtime.views.health_monitor import HealthMonitor
+from covey.runtime.views.health_monitor import ClockOffsets, HealthMonitor
 from covey.wire.messages import Card, Contact
 
 READY, SUSPECTED, TRUSTED = PeerEvent.READY, PeerEvent.SUSPECTED, PeerEvent.TRUSTED

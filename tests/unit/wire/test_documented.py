@@ -34,7 +34,6 @@ from covey.wire import (
     door,
     formation,
     header,
-    lineage,
     membership,
     messages,
     pairing,
@@ -260,7 +259,7 @@ def test_what_a_here_tells_is_as_written() -> None:
     assert formation.Here.__struct_fields__ == fields
     assert f"({', '.join(phase.name.lower() for phase in formation.Phase)})" in WORDS
     assert formation.FoundingMember.__struct_fields__[:4] == ("id", "life", "name", "host")
-    assert lineage.Ending.__struct_fields__ == ("lineage", "is_finished")
+    assert formation.Ending.__struct_fields__ == ("lineage", "is_finished")
 
 
 NUMBERS = (
@@ -280,9 +279,9 @@ NUMBERS = (
     f"length of the plaintext ({seal.RECORD_LENGTH.size} bytes), ciphertext, tag ({seal.SEAL_TAG_BYTES} bytes)",
     f"AES-{8 * seal.SEAL_KEY_BYTES}-GCM",
     f"up to {formation.MAX_ENDINGS} lineages that are over",
-    f"A lineage is {lineage.LINEAGE_BYTES - lineage.RANDOM_BYTES} bytes of milliseconds since 1970, big-endian, and "
-    f"{lineage.RANDOM_BYTES} random bytes",
-    f"another `lineage` ({lineage.LINEAGE_BYTES} bytes)",
+    f"A lineage is {formation.LINEAGE_BYTES - formation.RANDOM_BYTES} bytes of milliseconds since 1970, big-endian, "
+    f"and {formation.RANDOM_BYTES} random bytes",
+    f"another `lineage` ({formation.LINEAGE_BYTES} bytes)",
     f"At most {messages.MAX_MEMBERS} members, {membership.MAX_GROUPS} groups in a promise, "
     f"{membership.MAX_VERDICTS} verdicts in a view",
     f"A ballot more than 2^{agreement.MOST_BALLOTS_AHEAD.bit_length() - 1} above",

@@ -15,13 +15,13 @@ from covey.base.settings import NODE_PORTS
 from covey.cli.doctor.facts import ConnectionTry, LimitingLink, MetNode, NetworkFacts, PastWait, SeedFacts, WaitFacts
 from covey.cli.doctor.limits import limiting_links
 from covey.cli.doctor.probes import MulticastListener
-from covey.cli.status.asking import measured_networks
+from covey.cli.status.network import measured_networks
 from covey.net.discovery.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
 from covey.net.host.last_wait import last_wait
 from covey.net.keys import clusters, owner
 from covey.net.keys.identity import own_ids
 from covey.runtime import loop as control
-from covey.runtime.joining.waiting import bare_reason
+from covey.runtime.joining.situation import bare_reason
 from covey.runtime.links.handshake import NO_ANSWER, spell
 from covey.runtime.links.probe import PROBE_SECONDS, Sounding, sound, sound_each, throughput
 from covey.runtime.loop import aside

@@ -20,7 +20,7 @@ from covey.cli.terminal import plural, say
 from covey.cli.trace.merge import chrome_trace, merge
 from covey.net.host.runs import LocalRunFound
 from covey.net.host.saved_runs import past_runs
-from covey.runtime.keeper.flights import OPERATIONS_SECONDS, collect
+from covey.runtime.keeper.pages import OPERATIONS_SECONDS, collect
 from covey.runtime.metrics.flight import SUFFIX, folder
 from covey.wire import messages
 from covey.wire.reports import Flight, decode_flight

@@ -20,8 +20,7 @@ from covey.cli.layout import room
 from covey.cli.options import command_of
 from covey.cli.terminal import is_lively, working
 from covey.compress.policy import split_items
-from covey.lab.bench.machine import machine_facts
-from covey.lab.bench.measure import Advanced, CaseDone, Started, Starting, measure
+from covey.lab.bench.measure import Advanced, CaseDone, Started, Starting, counting, machine_facts, measure
 from covey.lab.bench.network.command import (
     NetworkRequest,
     is_in_a_run,
@@ -32,7 +31,6 @@ from covey.lab.bench.network.command import (
 from covey.lab.bench.network.terms import DEFAULT_SIZES_TEXT, PAIR_SECONDS, QUICK_SIZES
 from covey.lab.bench.plot import draw
 from covey.lab.bench.processes import require_libraries, require_torch
-from covey.lab.bench.progress import counting
 from covey.lab.bench.report import Measurement, as_json, line, table
 from covey.lab.bench.sweep import (
     MEASURED_LANES,

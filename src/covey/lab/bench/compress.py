@@ -20,7 +20,7 @@ import numpy as np
 from covey.base.errors import ConfigError
 from covey.base.lane_kinds import LANE_KINDS
 from covey.cli.layout import Column
-from covey.cli.svg import DARK, STYLE
+from covey.cli.status.drawing import DARK, STYLE
 from covey.cli.terminal import FittedTable
 from covey.compress.codec import Codec
 from covey.compress.low_rank import PowerSGD

@@ -1,20 +1,33 @@
-"""The interleaved measurement: every contender is warm, and their rounds take turns in shuffled order."""
+"""The interleaved measurement: every contender is warm, and their rounds take turns in shuffled order.
+
+And what goes with it: facts about the machine that the reader of a benchmark needs, and a bar that shows the progress.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
 import random
 import statistics
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from covey.base.errors import ConfigError
+from covey.cli.terminal import is_lively
 from covey.lab.bench.processes import RankProcesses
 from covey.lab.bench.report import Measurement, Round
 from covey.lab.bench.sweep import Case, Sweep, iterations_for
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
+
+    from rich.console import Console
 
     from covey.lab.bench.messages import Measured
 
@@ -110,3 +123,43 @@ def _as_round(answers: Sequence[Measured]) -> Round:
         nanoseconds=tuple(tuple(answer.nanoseconds) for answer in answers),
         cpu_seconds=tuple(answer.cpu_seconds for answer in answers),
     )
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return what the numbers depend on: processor, kernel, interpreter, load, and the clock's date."""
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": os.getloadavg(),
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def cpu_model() -> str:
+    """Return the processor's name from the kernel, or else from Python."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for text in info.read_text(errors="replace").splitlines():
+            key, _, value = text.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+@contextmanager
+def counting(total: int, console: Console) -> Iterator[Callable[[str, int], None]]:
+    """Yield a function that shows a text and adds finished steps; it does nothing without a terminal."""
+    if not is_lively(console):
+        yield lambda text, steps: None
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=16), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text, steps: bar.update(task, description=text, advance=steps)

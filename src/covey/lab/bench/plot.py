@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from xml.sax.saxutils import escape
 
-from covey.cli.svg import DARK, STYLE
+from covey.cli.status.drawing import DARK, STYLE
 from covey.lab.bench.sweep import format_bytes
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from covey.wire import (
     message_header,
     messages,
     objects,
-    pake,
+    pairing,
     port_mapping,
     quic,
     seal,
@@ -606,15 +606,21 @@ def _gateway_seeds() -> list[bytes]:
     return [pcp + four, pcp + six, *pmp, *bad]
 
 
-_EXCHANGE: Final = pake.CodeExchange(b"123456", b"channel", bytes(32), random=random.Random(1).randbytes)
+_EXCHANGE: Final = pairing.CodeExchange(b"123456", b"channel", bytes(32), random=random.Random(1).randbytes)
 
 
 def _read_share(data: bytes) -> bytes:
-    return _EXCHANGE.key(data, pake.Half(_EXCHANGE.share, bytes(300)), pake.Half(data, b""))
+    return _EXCHANGE.key(data, pairing.Half(_EXCHANGE.share, bytes(300)), pairing.Half(data, b""))
 
 
 def _share_seeds() -> list[bytes]:
-    return [random.Random(2).randbytes(pake.SHARE_BYTES), bytes(pake.SHARE_BYTES), b"\1" + bytes(31), b"", bytes(200)]
+    return [
+        random.Random(2).randbytes(pairing.SHARE_BYTES),
+        bytes(pairing.SHARE_BYTES),
+        b"\1" + bytes(31),
+        b"",
+        bytes(200),
+    ]
 
 
 BY_HAND: Final = (

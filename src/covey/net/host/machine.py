@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -23,6 +24,14 @@ MOST_ACCELERATORS: Final = 16
 NAME_CHARACTERS: Final = 60
 _NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
 _AMD: Final = Path("/sys/class/kfd/kfd/topology/nodes")
+
+_CLOCK_WITH_SLEEP: Final = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+"""On macOS it is CLOCK_MONOTONIC that runs on, and `time.monotonic` that does not."""
+
+
+def waking_clock() -> float:
+    """Return seconds by a clock that is never set, and that also runs while the machine sleeps."""
+    return time.monotonic() if _CLOCK_WITH_SLEEP is None else time.clock_gettime(_CLOCK_WITH_SLEEP)
 
 
 def short_host_name() -> str:

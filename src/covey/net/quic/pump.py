@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.net.quic.carrier import Address
-    from covey.net.quic.gatekeeper import Gatekeeper
+    from covey.net.quic.unknown_datagrams import Gatekeeper
 
 logger = logging.getLogger("covey")
 

@@ -2,13 +2,13 @@
 
 `FirstDatagrams` judges those that begin a connection, and keeps nothing of those that it refuses. QUIC itself follows
 only a dialler that moves; the other functions find the end that accepted a connection when its machine has another
-address. Without I/O.
+address. `Gatekeeper` is what the pump asks of the node whose connections it has. Without I/O.
 """
 
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from qh3.quic.packet import encode_quic_retry
 
@@ -16,10 +16,10 @@ from covey.base.errors import RemoteProtocolError
 from covey.wire import quic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from covey.net.quic.carrier import Address
-    from covey.net.quic.line import Line
+    from covey.net.quic.line import Line, QuicSocket
 
 PROOFS_REMEMBERED: Final = 4096
 """Connection ids that began a connection: each may begin one."""
@@ -104,3 +104,16 @@ def answered(lines: Iterable[Line], data: bytes, source: Address) -> Line | None
 def answer_to(data: bytes, door_keys: Iterable[bytes]) -> bytes:
     """Return the answer to a question of another process; b"" if it does not have one of the keys."""
     return next((found for key in door_keys if (found := quic.answer_path_probe(key, data))), b"")
+
+
+class Gatekeeper(Protocol):
+    """Decides which connections are accepted. Called on the pump's thread."""
+
+    def door_keys(self) -> tuple[bytes, ...]:
+        """Return the door keys that are valid now, the preferred first."""
+
+    def comes(self, ip: str, local_ip: str) -> Callable[[], None] | None:
+        """Count a connection from `ip` to `local_ip`; None if it is refused, else what to call when it is proved."""
+
+    def take(self, sock: QuicSocket, proved: Callable[[], None]) -> None:
+        """Own the socket of an accepted connection; call `proved` once it has proved the key on the stream."""

@@ -12,8 +12,20 @@ from covey.proto.formation.joiners import Announcer, JoinerLinks, going_on, newc
 from covey.proto.formation.proposals import PROPOSAL_PATIENCE, REPEAT_STANDING_EVERY, SETTLE, Deciding, Founding
 from covey.proto.lineages import Lineages
 from covey.wire import formation as wire
-from covey.wire.formation import FoundingMember, Here, Outcome, Phase, Propose, Standing, Terms, difference
-from covey.wire.lineage import MAX_OPEN, RANDOM_BYTES, Ending, new_lineage
+from covey.wire.formation import (
+    MAX_OPEN,
+    RANDOM_BYTES,
+    Ending,
+    FoundingMember,
+    Here,
+    Outcome,
+    Phase,
+    Propose,
+    Standing,
+    Terms,
+    difference,
+    new_lineage,
+)
 from covey.wire.versions import common
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from covey.proto.formation.core import Formed
     from covey.proto.lineages import Lineages
+    from covey.wire.formation import Ending
     from covey.wire.formation import Formation as Message
-    from covey.wire.lineage import Ending
 
 MOST_PAST_LIVES: Final = 4096
 """Lives that are known to be over. A member that starts anew very often makes a node forget the first of them."""

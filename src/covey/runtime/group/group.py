@@ -198,7 +198,7 @@ class Group:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
     def _repr_html_(self) -> str:
-        from covey.runtime.group.displays import group_html  # only notebooks ask
+        from covey.runtime.group.topology import group_html  # only notebooks ask
 
         return group_html(self._engine, is_over=self._engine.is_over)
 

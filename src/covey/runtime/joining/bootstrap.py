@@ -1,10 +1,12 @@
 """`covey.join`: from the arguments and the environment of a process to the group of its run.
 
-A process has one joined group at a time; `join` returns it again while it is open.
+A process has one joined group at a time; `join` returns it again while it is open. SIGUSR1 writes the last operations
+of the process to a file, and SIGUSR2 requests a checkpoint of its run.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` takes ten times as long: it turns numbers into enums
 import atexit
 import os
 import sys
@@ -16,6 +18,7 @@ from covey.base.errors import ConfigError, DeadlineError
 from covey.base.numbers import MAX_MEMBERS, Seat
 from covey.net.host.descriptors import explained
 from covey.net.host.settings_files import effective_environment
+from covey.runtime import loop as control
 from covey.runtime import shutdown, tracebacks
 from covey.runtime.collectives.engine import Engine
 from covey.runtime.environment import ClusterOptions, LaunchedRank, find_launched_rank, launcher_wait
@@ -23,8 +26,8 @@ from covey.runtime.group.group import Group
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.request import JoinArguments, JoinRequest, JoinTarget, takes_join_arguments
 from covey.runtime.joining.torch_env import export_rank
-from covey.runtime.joining.user_signals import handle_user_signals
 from covey.runtime.lanes.opener import check_demanded
+from covey.runtime.signals import handle
 from covey.runtime.work import off_loop
 
 if TYPE_CHECKING:
@@ -218,7 +221,6 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
         )
     if launched.size == 1:
         return Group(Engine(None, 0, (Seat(0),), launched.name, config), None, local_rank=launched.local_rank or 0)
-    from covey.runtime import loop as control
     from covey.runtime.joining.launched_links import launched_node
     from covey.runtime.peers.peer_table import ranks_of
 
@@ -238,7 +240,6 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
 
 def _join_late(launched: LaunchedRank, target: JoinTarget, endpoint: Endpoint) -> Group:
     """Return the group of the next generation of a running run, once it has a seat for this process."""
-    from covey.runtime import loop as control
     from covey.runtime.joining.newcomer import Newcomer
     from covey.runtime.joining.node import NodeParts
 
@@ -327,6 +328,35 @@ def group_of(
     atexit.register(group.close)
     shutdown.arm()
     return group
+
+
+def handle_user_signals() -> None:
+    """Act on SIGUSR1 and SIGUSR2, unless the program handles them itself."""
+    handle(_signal.SIGUSR1, _write_operations)
+    handle(_signal.SIGUSR2, _request_checkpoints)
+
+
+# The thread that was interrupted may hold any lock, so the control loop does the rest.
+
+
+def _write_operations(_signum: int, _frame: object) -> None:
+    control.soon(_start_writing)
+
+
+def _start_writing() -> None:
+    from covey.runtime.metrics.flight import write_all  # most processes never get the signal
+
+    threading.Thread(target=write_all, name="covey-trace", daemon=True).start()
+
+
+def _request_checkpoints(_signum: int, _frame: object) -> None:
+    control.soon(_request_all)
+
+
+def _request_all() -> None:
+    from covey.runtime.state.checkpoints import request_all
+
+    request_all()
 
 
 def _renew_lock_in_child() -> None:

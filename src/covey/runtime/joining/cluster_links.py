@@ -16,7 +16,7 @@ from covey.proto.overlay import Overlay
 from covey.runtime.joining.run_links import RunLinks
 from covey.runtime.peers.remote_process import PeerState
 from covey.wire import membership, messages
-from covey.wire.lineage import Ending, founded_at
+from covey.wire.formation import Ending, founded_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,20 +17,20 @@ from covey.base.numbers import NO_RANK, Seat
 from covey.base.text import printable
 from covey.net.host.last_wait import FailedWait, forget_wait, keep_wait
 from covey.proto.joining import Agree, Bind, Joining, JoiningPace, Remember, Say
-from covey.runtime.driver import CoreDriver
-from covey.runtime.joining import waiting
+from covey.runtime.joining import situation
 from covey.runtime.joining.cluster_links import ClusterLinks
 from covey.runtime.joining.node import NodeParts
 from covey.runtime.joining.records import Records
 from covey.runtime.joining.situation import Situation
 from covey.runtime.loop import aside
 from covey.runtime.peers.cluster_mesh import ClusterMesh
-from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import MeshListener
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
+from covey.runtime.tasks import CoreDriver
 from covey.wire import formation as forming
 from covey.wire import membership, messages
-from covey.wire.lineage import LINEAGE_BYTES as LINEAGE_BYTES
-from covey.wire.lineage import Ending
+from covey.wire.formation import LINEAGE_BYTES as LINEAGE_BYTES
+from covey.wire.formation import Ending
 from covey.wire.versions import OURS, Disagreement, agree, fixed_by
 
 if TYPE_CHECKING:
@@ -406,9 +406,9 @@ class Joiner(MeshListener):
 
     def _wait(self) -> messages.Wait | None:
         if (member := self.member) is not None:
-            return None if member.is_closing else waiting.of_member(member.views, member.peers)
+            return None if member.is_closing else situation.of_member(member.views, member.peers)
         problems, seeds = self.mesh.report_problems(), self.mesh.cluster.seeds
-        return waiting.of_joiner(self._formation, self._terms, problems, seeds)
+        return situation.of_joiner(self._formation, self._terms, problems, seeds)
 
 
 def check_founded(founded: messages.Founded, least: int, most: int) -> None:

@@ -22,7 +22,7 @@ from covey.runtime.joining.situation import FIRST_REMINDER_SECONDS, REMINDER_SEC
 from covey.runtime.links.address_race import keep_dialling
 from covey.runtime.links.handshake import NO_ANSWER, HungUpError, RefusedError
 from covey.runtime.peers.launcher_mesh import LauncherMesh
-from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import MeshListener
 from covey.runtime.peers.remote_process import PeerEvent
 from covey.wire import messages
 from covey.wire.versions import OURS, common

@@ -26,7 +26,7 @@ from covey.runtime.joining.situation import FIRST_REMINDER_SECONDS, REMINDER_SEC
 from covey.runtime.links.handshake import RefusedError
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.peers.launcher_mesh import LauncherMesh
-from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import MeshListener
 from covey.runtime.peers.remote_process import RemoteProcess
 from covey.runtime.tasks import Tasks
 from covey.wire import messages

@@ -3,12 +3,15 @@
 Everything that touches a link happens on the control loop; other threads use `PeerTable.tell`, `control.soon`, or wait
 for a future. How links come about is the business of `MemberLinks`: of `LaunchedLinks` if the members were given, and
 of `ClusterLinks` in a cluster, where they come from the mesh in which the run was agreed on.
+
+`Consequences` is what follows from views, and from links that end, for the lanes, the state and the groups.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import os
 import threading
@@ -16,12 +19,12 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
+from covey.base.errors import ConnectError
 from covey.net.host.store_file import StoreFile
 from covey.runtime import loop as control
 from covey.runtime.counters import process
 from covey.runtime.events import Events
 from covey.runtime.group.internals import engine_of
-from covey.runtime.joining.consequences import Consequences
 from covey.runtime.lanes.groups import GroupRegistry
 from covey.runtime.lanes.lanes import Lanes
 from covey.runtime.peers.peer_table import Inbox, PeerTable, Routes
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.calls.functions import FunctionRegistry
     from covey.runtime.calls.serve import AwaitedCalls
+    from covey.runtime.fault import Fault
     from covey.runtime.group.group import Group
     from covey.runtime.peers.endpoint import Endpoint
     from covey.runtime.peers.peer_table import MemberLinks
@@ -52,6 +56,71 @@ if TYPE_CHECKING:
 GOODBYE_SECONDS: Final = 1.0
 """How long goodbyes may take, and before them links to wake over which something is to be said."""
 WAKE_CHECK_EVERY: Final = 0.01
+
+
+class Consequences:
+    """Passes on to each part what views and links mean for it. On the control loop."""
+
+    def __init__(
+        self,
+        run: str,
+        config: GroupConfig,
+        peers: PeerTable,
+        *,
+        lanes: Lanes,
+        stores: Stores,
+        checkpoints: Checkpoints,
+        groups: GroupRegistry,
+        inbox: Inbox,
+    ) -> None:
+        self._run, self._config, self._peers = run, config, peers
+        self._lanes, self._stores, self._checkpoints = lanes, stores, checkpoints
+        self._groups, self._inbox = groups, inbox
+
+    def begun(self) -> None:
+        self._lanes.paths.start()
+
+    def view(self, generation: int, number: int, seats: Sequence[Seat]) -> None:
+        self._stores.view(generation, number, seats)
+        self._checkpoints.view(generation, number, seats)
+
+    def without_views(self, seats: Sequence[Seat]) -> None:
+        self._checkpoints.view(0, 0, seats)
+
+    def link_up(self, seat: Seat) -> None:
+        self._lanes.link_up(seat)
+        self._stores.link_up(seat)
+        self._checkpoints.link_up(seat)
+
+    def link_lost(self, seat: Seat) -> None:
+        self._lanes.dialler.link_lost(seat)
+
+    def gone(self, peer: RemoteProcess) -> None:
+        error = ConnectError(f"{self._peers.name_of(peer.seat)} is gone")
+        self._lanes.abandon(lambda key: key.peer == peer.seat, error)
+        self._stores.peer_gone(peer.seat)
+        self._groups.peer_gone(peer)
+
+    def excluded(self, seat: Seat) -> None:
+        self._lanes.part_with(seat)
+
+    def generation_ended(self, generation: Generation, fault: Fault, *, only_surviving: bool) -> None:
+        self._groups.end(generation, fault, only_surviving=only_surviving)
+        needs_views = self._config.on_loss == "continue"
+        if generation.is_current and (needs_views or not only_surviving):
+            of_store = fault._replace(text=f"the store of the run cannot be asked: {fault.text}")
+            self._stores.end(
+                functools.partial(
+                    of_store.error, rank=generation.rank, host="", operation="store", sequence=0, group=self._run
+                )
+            )
+
+    def run_failed(self, fault: Fault) -> None:
+        for group in self._groups:
+            group.fail(fault)
+
+    def heard_early(self, seat: Seat, message: messages.Control) -> None:
+        self._inbox.heard_early(seat, message)
 
 
 class Closeable(Protocol):

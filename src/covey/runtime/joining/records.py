@@ -15,7 +15,7 @@ from covey.base.version import NewerFormatError, newer_file
 from covey.net.host import folders
 from covey.net.host.locks import only_one
 from covey.proto.lineages import Lineages, merge
-from covey.wire.lineage import Remembered, decode_remembered, encode_remembered
+from covey.wire.formation import Remembered, decode_remembered, encode_remembered
 from covey.wire.membership import Bound, decode_bound, encode_bound
 
 if TYPE_CHECKING:

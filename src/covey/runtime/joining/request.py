@@ -1,32 +1,142 @@
-"""What a program asks `covey.join` for, and what that means in the environment of its process."""
+"""What a program asks `covey.join` for, and what that means in the environment of its process.
+
+`find_placed_rank` takes the rank of this process from `rank=`, `size=`, `address=` and `peers=`.
+"""
 
 from __future__ import annotations
 
 import inspect
+import socket
 from collections.abc import Callable, Mapping, Sequence  # noqa: TC003 - fields of classes
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar
 
-from covey.base.config import GroupConfig, from_argument, group_config
+from covey.base.config import GroupConfig, from_argument, group_config, parse_seed
+from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS, suggestion
+from covey.net.discovery.host_rendezvous import rendezvous_folder
 from covey.runtime.environment import (
     ClusterOptions,
     LaunchedRank,
     WantedRun,
     find_launched_rank,
     find_run,
+    is_loopback,
     launcher_wait,
     restarts,
 )
-from covey.runtime.placement import PLACING_NAMES as PLACING
-from covey.runtime.placement import find_placed_rank
 
 if TYPE_CHECKING:
+    from covey.base.config import Seed
     from covey.base.settings import Lanes, OnLoss, PlanChoice, Quorum, Setting, Striping, TopologyChoice
     from covey.compress.policy import CompressValue
     from covey.runtime.calls.functions import FunctionRegistry
 
     _Joining = TypeVar("_Joining", bound=Callable[..., Any])
+
+PLACING_NAMES = ("rank", "address", "peers")
+"""The arguments that place a process; `size` goes with them."""
+_CLUSTER_ARGUMENTS = ("run", "min_size", "max_size", "tie_breaker", "new")
+OTHER_ARGUMENTS: Final = {
+    "new": "Give up an earlier run of this name that this machine knows of and that is not known to be over. Without "
+    "it, this process waits for that run.",
+    "rank": "The rank of this process among `size` ranks, which meet at `address`.",
+    "address": "Where rank 0 listens, `host:port`. With a loopback address, all ranks are on this host, and no port is "
+    "opened. Otherwise all machines need the secret of the cluster, or `insecure`.",
+    "peers": "Where every rank listens, in the order of ranks, instead of `size` and `address`. `rank` may be left out "
+    "if exactly one of the addresses is of this machine.",
+    "settings": 'Values of other settings by name, as in `settings={"segment_bytes": "1MiB"}`. The documentation has '
+    "a table of all settings; `covey config` prints those that are in effect.",
+}
+"""Arguments of `covey.join` that are not settings, and what they mean."""
+_RUN_ARGUMENTS = ("run", "size", "min_size", "max_size", "timeout", "tie_breaker", "new")
+
+
+def find_placed_rank(asked: Mapping[str, Any]) -> LaunchedRank | None:
+    """Return the rank that arguments of `join` describe; None if they describe none.
+
+    Raises:
+        ConfigError: they contradict themselves, or say too little.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    if not given.keys() & {*PLACING_NAMES}:
+        return None
+    if wrong := given.keys() & {*_CLUSTER_ARGUMENTS}:
+        raise ConfigError(
+            f"{min(wrong)}= is for runs of a cluster, whose nodes agree on their ranks; leave it out, or leave out "
+            f"{min(given.keys() & {*PLACING_NAMES})}="
+        )
+    if "peers" in given:
+        if "address" in given:
+            raise ConfigError("peers= says where every rank listens, address= where rank 0 does; give one of them")
+        return _among_peers(given["peers"], given.get("rank"), given.get("size"))
+    if missing := {"rank", "size", "address"} - given.keys():
+        raise ConfigError(
+            f"{min(missing)}= is missing: rank=, size= and address= (where rank 0 listens, host:port) belong together"
+        )
+    rank, size = _whole("rank", given["rank"]), _whole("size", given["size"])
+    address = _parse("address", given["address"])
+    return _placed(f"address-{address.host}-{address.port}", rank, size, address, ())
+
+
+def _among_peers(listed: Sequence[str], rank: Any, size: Any) -> LaunchedRank:
+    if isinstance(listed, str):
+        raise ConfigError("peers= is a list of addresses: peers=['10.0.0.1:29400', '10.0.0.2:29400']")
+    peers = tuple(_parse("peers", each) for each in listed)
+    if not peers or len(set(peers)) < len(peers):
+        raise ConfigError("peers= needs the address of every rank, host:port, each once")
+    if size is not None and _whole("size", size) != len(peers):
+        raise ConfigError(f"size={size} and the {len(peers)} addresses of peers= contradict each other")
+    own = _own_position(peers) if rank is None else _whole("rank", rank)
+    return _placed(f"peers-{peers[0].host}-{peers[0].port}", own, len(peers), peers[0], peers)
+
+
+def _own_position(peers: Sequence[Seed]) -> int:
+    """Return the position of the only address that belongs to this machine."""
+    own = [position for position, peer in enumerate(peers) if _is_of_this_machine(peer.host)]
+    if len(own) != 1:
+        found = "none of them is" if not own else f"{len(own)} of them are"
+        raise ConfigError(f"peers= has {len(peers)} addresses, and {found} of this machine; give rank=, too")
+    return own[0]
+
+
+def _is_of_this_machine(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:  # a name that only other machines know
+        return False
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _placed(name: str, rank: int, size: int, first: Seed, peers: tuple[Seed, ...]) -> LaunchedRank:
+    if all(is_loopback(peer.host) for peer in (first, *peers)):
+        folder = str(rendezvous_folder(name)) if size > 1 else ""
+        return LaunchedRank(rank=rank, size=size, local_rank=rank, local_size=size, folder=folder, name=name)
+    listens_at = tuple((peer.host, peer.port) for peer in peers or (first,))
+    return LaunchedRank(rank=rank, size=size, local_rank=None, listens_at=listens_at, name=name)
+
+
+def _parse(what: str, text: Any) -> Seed:
+    forms = f"{what}: {text!r} is not an address; write host:port or [IPv6]:port, like 192.168.1.5:29400"
+    if not isinstance(text, str) or not text.rpartition(":")[2].isdigit() or (text.count(":") > 1 and "]" not in text):
+        raise ConfigError(forms)
+    try:
+        return parse_seed(text)
+    except ConfigError:
+        raise ConfigError(forms) from None
+
+
+def _whole(what: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < (what == "size"):
+        raise ConfigError(f"{what}={value!r} must be a whole number from {int(what == 'size')} up")
+    return value
 
 
 class JoinArguments(TypedDict, total=False):
@@ -62,20 +172,6 @@ class JoinArguments(TypedDict, total=False):
     address: str | None
     peers: Sequence[str] | None
     settings: Mapping[str, Any] | None
-
-
-OTHER_ARGUMENTS: Final = {
-    "new": "Give up an earlier run of this name that this machine knows of and that is not known to be over. Without "
-    "it, this process waits for that run.",
-    "rank": "The rank of this process among `size` ranks, which meet at `address`.",
-    "address": "Where rank 0 listens, `host:port`. With a loopback address, all ranks are on this host, and no port is "
-    "opened. Otherwise all machines need the secret of the cluster, or `insecure`.",
-    "peers": "Where every rank listens, in the order of ranks, instead of `size` and `address`. `rank` may be left out "
-    "if exactly one of the addresses is of this machine.",
-    "settings": 'Values of other settings by name, as in `settings={"segment_bytes": "1MiB"}`. The documentation has '
-    "a table of all settings; `covey config` prints those that are in effect.",
-}
-"""Arguments of `covey.join` that are not settings, and what they mean."""
 
 
 def own_arguments() -> dict[str, Setting]:
@@ -159,7 +255,7 @@ class JoinRequest:
         if config.compress:
             _policy_text(config.compress)  # raises for a codec that does not exist
         asked = {name: value for name, value in self.asked.items() if name in _RUN_ARGUMENTS}
-        launched = find_placed_rank({name: self.asked.get(name) for name in (*_RUN_ARGUMENTS, *PLACING)})
+        launched = find_placed_rank({name: self.asked.get(name) for name in (*_RUN_ARGUMENTS, *PLACING_NAMES)})
         wanted = find_run(env, asked) if launched is None else None
         worker = env.get("COVEY_WORKER", "") if launched is None and wanted is None else ""
         if launched is None and wanted is None and not worker:
@@ -180,9 +276,6 @@ class JoinRequest:
             is_returning=self.is_newcomer or restarts(env) > 0,
             functions=self.functions,
         )
-
-
-_RUN_ARGUMENTS = ("run", "size", "min_size", "max_size", "timeout", "tie_breaker", "new")
 
 
 def _policy_text(compress: CompressValue) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from covey.runtime.peers.listener import LinkListener
+from covey.runtime.peers.mesh import LinkListener
 
 if TYPE_CHECKING:
     from covey.base.numbers import Seat

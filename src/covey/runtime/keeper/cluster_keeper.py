@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from covey.net.discovery.interfaces import is_own_address
 from covey.runtime.metrics.inspection import READINGS, PacedAnswers
 from covey.runtime.peers.cluster_mesh import ClusterMesh
-from covey.runtime.peers.listener import MeshListener
+from covey.runtime.peers.mesh import MeshListener
 from covey.runtime.views.process_table import ProcessTable, Rounds
 from covey.wire import messages
 

@@ -11,7 +11,7 @@ from covey.proto.keeper import lost_ranks
 from covey.runtime.views.view_driver import ViewDriver, member_keys
 from covey.wire import messages
 from covey.wire.formation import ID_BYTES, LIFE_BYTES
-from covey.wire.lineage import LINEAGE_BYTES as PROPOSAL_BYTES
+from covey.wire.formation import LINEAGE_BYTES as PROPOSAL_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection

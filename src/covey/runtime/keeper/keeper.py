@@ -4,6 +4,8 @@
 
 A `LocalRun` has all its ranks on this host; a `ClusterRun` is this host's share of a run of a cluster.
 `keeper/supervisor.py` is what `covey run` does with one.
+
+A `MemberRelay` is the relay that `covey run --relay-limit` and `covey up --relay-limit` offer to their cluster.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import os
 import secrets
 import signal
 import subprocess
+import time
 from typing import IO, TYPE_CHECKING, Final, Self
 
 from covey.base.config import LAUNCHER_VARIABLES, RUN_VARIABLES
 from covey.base.errors import ConfigError
 from covey.base.pace import Growing
+from covey.base.settings import RELAY_PORT
 from covey.net.host import runs
 from covey.net.host.machine import short_host_name
 from covey.net.host.runs import RunFolder
@@ -30,16 +34,18 @@ from covey.runtime.joining.torch_env import (
     torch_variables,
     without_rank,
 )
-from covey.runtime.keeper.member_relay import MemberRelay
 from covey.runtime.keeper.service import KeeperService
 from covey.runtime.processes import Children
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from covey.net.keys.clusters import Cluster
     from covey.runtime.keeper.service import ClusterKeeperService
     from covey.runtime.keeper.warm_start import Template
     from covey.runtime.processes import Child
+    from covey.runtime.relaying.server import RelayThread
+    from covey.wire.secret import ClusterSecret
 
 LAUNCH_TOKEN_BYTES: Final = 32
 
@@ -51,6 +57,8 @@ RESTARTS: Final = Growing(0.2, 5.0)
 """Pauses before a process is restarted."""
 
 Stdio = int | IO[bytes] | None
+PORTS_TRIED: Final = range(RELAY_PORT, RELAY_PORT + 8)
+"""The first free one is used, or else any: the nodes of this machine tell others which."""
 
 
 class HostRun(abc.ABC):
@@ -340,3 +348,40 @@ class ClusterRun(HostRun):
 
     def secret_variable(self) -> tuple[str, bytes]:
         return ("COVEY_SECRET_FD" if self._key else ""), self._key
+
+
+class MemberRelay:
+    """A relay for one cluster. Listens from `start` to `close`."""
+
+    def __init__(self, cluster: Callable[[], Cluster], rate: float) -> None:
+        """`cluster` returns what is known of the cluster now; `rate` is what all pipes get, in bytes a second."""
+        self._cluster, self._rate = cluster, rate
+        self._thread: RelayThread | None = None
+        self._keys: dict[ClusterSecret, bytes] = {}
+
+    @property
+    def port(self) -> int:
+        """The port at which it listens; 0 if it does not."""
+        return 0 if self._thread is None else self._thread.port
+
+    def start(self) -> None:
+        """Listen on all interfaces; ConfigError if that is not possible."""
+        from covey.runtime.peers.endpoint import listen_everywhere
+        from covey.runtime.relaying.server import RelayLimits, RelayThread
+
+        limits = RelayLimits(bytes_per_second=self._rate)
+        self._thread = RelayThread(listen_everywhere(PORTS_TRIED), limits, self._clusters)
+
+    def close(self) -> None:
+        """Close every connection. Closing twice is fine."""
+        if self._thread is not None:
+            self._thread.close()
+
+    def _clusters(self) -> set[bytes]:
+        """Return the public keys of the cluster: of its secret, and of the one before while that is good."""
+        from covey.wire.relay import RelayKey
+
+        cluster = self._cluster()
+        good = [each for each in (cluster.secret, cluster.earlier(time.time())) if each is not None]
+        self._keys = {each: self._keys.get(each) or RelayKey(each).cluster for each in good}
+        return set(self._keys.values())

@@ -21,9 +21,9 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 from covey.base.errors import ConfigError, DeadlineError, RankFailedError
-from covey.runtime import by_value, tracebacks
+from covey.runtime import tracebacks
 from covey.runtime.keeper.keeper import RANK_FAILURE_GRACE, LocalRun
-from covey.runtime.keeper.reports import CallReport, most_telling, report_of
+from covey.runtime.keeper.reports import CallReport, dumps, most_telling, report_of
 from covey.runtime.processes import describe_end, die_with
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, 
     try:
         if _can_be_imported(fn):
             return bytes(ForkingPickler.dumps((fn, args))), False
-        return by_value.dumps((fn, args)), True
+        return dumps((fn, args)), True
     except Exception as error:
         raise ConfigError(
             f"launch() starts new interpreters, and {getattr(fn, '__qualname__', fn)!s} cannot be sent to them with "
@@ -267,7 +267,7 @@ def _keep_lines_whole() -> None:
 def _dumps(is_by_value: bool) -> Callable[[Any], bytes]:
     """Return what pickles results: those of a function by value may be of classes that only its notebook has."""
     if is_by_value:
-        return by_value.dumps
+        return dumps
     return functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
 
 

@@ -2,6 +2,8 @@
 
 On the control loop of the keeper's process. A process is linked with it while it takes part in the run. Whether a
 process without a link has ended, the kernel tells (`views/process_table.py`).
+
+`Inspections` are its questions to the processes about their metrics, and the answers.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from covey.net.discovery.host_rendezvous import host_token
 from covey.proto.health import ProcessState
 from covey.proto.keeper import RunFate, without_members
 from covey.runtime.keeper.generation_views import GenerationViews
-from covey.runtime.keeper.inspections import Inspections
 from covey.runtime.keeper.service import keeper_path
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import Greeter, LinkCredentials, admit
 from covey.runtime.views.process_table import ProcessTable, Rounds
 from covey.wire import messages
 from covey.wire.formation import LIFE_BYTES
-from covey.wire.lineage import LINEAGE_BYTES as PROPOSAL_BYTES
+from covey.wire.formation import LINEAGE_BYTES as PROPOSAL_BYTES
 from covey.wire.versions import common
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Mapping
 
     from covey.runtime.links.link import Link
     from covey.runtime.views.view_driver import ViewDriver
@@ -51,6 +53,38 @@ TOO_FEW: Final = (
     "the run lost all its members and cannot begin again: {waiting} of {size} processes are left. Start it anew; a "
     "program that may begin with fewer says so with min_size"
 )
+
+
+class Inspections:
+    """The questions that wait for answers. Answers that come too late are dropped."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, list[asyncio.Future[messages.Inspected]]] = {}
+        """By life: several may ask the same question at the same time."""
+
+    async def ask(
+        self, links: Mapping[bytes, Link], question: messages.Inspect, within: float
+    ) -> dict[bytes, messages.Inspected | None]:
+        """Ask over all links, by life; return each answer, or None if there was none within so many seconds."""
+        asked = {life: asyncio.get_running_loop().create_future() for life in links}
+        for life, future in asked.items():
+            self._waiting.setdefault(life, []).append(future)
+            links[life].send(messages.encode(question))
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=within)
+            return {life: future.result() if future.done() else None for life, future in asked.items()}
+        finally:
+            for life, future in asked.items():
+                self._waiting[life].remove(future)
+                if not self._waiting[life]:
+                    del self._waiting[life]
+
+    def answered(self, life: bytes, answer: messages.Inspected) -> None:
+        """Take an answer, for all that wait for it."""
+        for future in self._waiting.get(life, ()):
+            if not future.done():
+                future.set_result(answer)
 
 
 class LocalKeeper:

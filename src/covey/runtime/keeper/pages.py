@@ -1,24 +1,43 @@
-"""The pages that `covey run --http` serves for all ranks that it has started: their metrics and checks together."""
+"""What a keeper asks all of its ranks for: pages of `covey run --http`, and their last operations.
+
+The pages have the metrics and checks of all ranks together. The last operations are written to files when the keeper
+gets SIGUSR1, and `covey trace` collects them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Final
 
-from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.base.errors import ConfigError, CoveyError, RemoteProtocolError
 from covey.runtime.http_server import LOOPBACK, HttpServer, by_path
-from covey.runtime.metrics.inspection import CHECKS, METRICS, STACKS
+from covey.runtime.metrics.flight import path_for, store
+from covey.runtime.metrics.inspection import CHECKS, METRICS, OPERATIONS_PAGE, STACKS
 from covey.runtime.metrics.pages import SampleCollector, checks_page, metrics_page, stacks_page
 from covey.wire import messages
-from covey.wire.reports import CheckResult, Sample, decode_checks, decode_samples
+from covey.wire.reports import (
+    REPORTED_GROUPS_LIMIT,
+    CheckResult,
+    Flight,
+    Sample,
+    decode_checks,
+    decode_flight,
+    decode_samples,
+    joined,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     Ask = Callable[[messages.Inspect, float], dict[int, messages.Inspected | None]]
 
+logger = logging.getLogger("covey")
+
 INSPECT_SECONDS: Final = 4.0
 """How long ranks may take to answer: longer than their checks, and less than the 10 s that Prometheus waits."""
+OPERATIONS_SECONDS: Final = 5.0
+"""How long ranks may take to tell a page of their last operations."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -82,3 +101,29 @@ def _stacks(ask: Ask) -> str:
         told = answer is not None and answer.what == STACKS and answer.pages
         parts.append(f"rank {rank}:\n\n{answer.body.decode(errors='replace') if answer and told else 'no answer'}\n")
     return "\n".join(parts) or "no rank has joined a run\n"
+
+
+def collect(ask: Ask) -> list[Flight]:
+    """Return the last operations of all ranks that answer; `ask` asks all of them, and returns answers by rank."""
+    pages: dict[int, list[Flight]] = {}
+    for page in range(REPORTED_GROUPS_LIMIT):
+        answers = ask(messages.Inspect(OPERATIONS_PAGE, page), OPERATIONS_SECONDS)
+        told = {rank: answer for rank, answer in answers.items() if answer is not None and page < answer.pages}
+        if not told:
+            break
+        for rank, answer in told.items():
+            try:
+                pages.setdefault(rank, []).append(decode_flight(answer.body))
+            except RemoteProtocolError as error:
+                logger.warning("what rank %d told cannot be read: %s", rank, error)
+    pages = {rank: flights for rank, flights in pages.items() if flights}
+    return [joined(flights) for _, flights in sorted(pages.items())]
+
+
+def write_flights(ask: Ask) -> None:
+    """Write a file for each rank that answers. On a thread of its own."""
+    try:
+        for flight in collect(ask):
+            store(flight, path_for(flight))
+    except CoveyError as error:
+        logger.warning("the last operations of the ranks could not be written: %s", error)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from covey.base.errors import ConfigError
 from covey.base.settings import SETTINGS
+from covey.net.host.machine import waking_clock
 from covey.net.host.power import LoginManager, SleepClock, has_power, mac_is_idle
 from covey.net.host.system_bus import BusError
-from covey.runtime.clocks import waking_clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -17,15 +17,22 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from covey.base.text import duration
-from covey.net.host.machine import short_host_name
+from covey.net.host.machine import short_host_name, waking_clock
 from covey.net.host.run_notes import KEPT_FOLDER, last_reported
 from covey.net.host.saved_runs import STOPPED_BY, Absence
-from covey.runtime.clocks import waking_clock
 from covey.runtime.keeper.keeper import RANK_FAILURE_GRACE, RESTARTS, TERM_GRACE
-from covey.runtime.keeper.output import Cursor, JsonStream, OutputStream, event_line, note_line
-from covey.runtime.keeper.output_descriptor import OutputDescriptor, fill_standard_descriptors, is_same_file
+from covey.runtime.keeper.output import (
+    Cursor,
+    JsonStream,
+    OutputDescriptor,
+    OutputStream,
+    RankLogs,
+    event_line,
+    fill_standard_descriptors,
+    is_same_file,
+    note_line,
+)
 from covey.runtime.keeper.presence import ABOUT_TO_SLEEP, CONDITIONS, STOOD_STILL
-from covey.runtime.keeper.rank_logs import RankLogs
 from covey.runtime.processes import describe_end, exit_status, signal_name
 from covey.runtime.signals import signals_noted
 
@@ -422,7 +429,7 @@ class _Supervisor:
             self._kept.note_absence(absence)
 
     def _write_operations(self) -> None:
-        from covey.runtime.keeper.flights import write_flights
+        from covey.runtime.keeper.pages import write_flights
 
         threading.Thread(target=write_flights, args=(self._run.service.inspect,), daemon=True).start()
         self.note("SIGUSR1: the last operations of the ranks are written to files; `covey trace` shows them")

@@ -1,21 +1,30 @@
 """The connections of lanes: how this end makes them, how they become lanes, and what looks after them meanwhile.
 
 On the control loop.
+
+Lanes on which packets get lost use BBR, Linux's congestion control that does not take a loss for a jam.
+
+CUBIC, which Linux uses by default, halves what it sends whenever a packet is lost. On Wi-Fi or a long line packets are
+lost without a jam, and 1 % of loss makes CUBIC ten times as slow as BBR (docs/benchmarks.md). Where nothing is lost,
+CUBIC is as good and shares a network better, so a lane begins with what the system uses. The kernel changes it in the
+middle of a transfer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ConfigError, ConnectError
+from covey.net.host import tcp
 from covey.runtime.lanes.resumption import is_direct
-from covey.runtime.lanes.tuning.packet_losses import PacketLosses
-from covey.runtime.lanes.tuning.receiving_limit import ReceivingLimit
-from covey.runtime.lanes.tuning.sending_limit import SendingLimit
+from covey.runtime.lanes.tuning.rate_limits import ReceivingLimit, SendingLimit
 from covey.runtime.links.address_race import connect_any
+from covey.runtime.tasks import Recurring
 from covey.wire import door
 
 if TYPE_CHECKING:
@@ -25,18 +34,94 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.lanes.opener import LaneOpener, Prepared
     from covey.runtime.lanes.resumption import LaneResumption
-    from covey.runtime.lanes.tuning.urgency import Urgency
+    from covey.runtime.lanes.tuning.rate_limits import Urgency
     from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.peers.peer_table import PeerTable, Routes
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.tasks import Tasks
     from covey.wire import messages
 
+logger = logging.getLogger("covey")
 
+LOSS_SAMPLE_EVERY: Final = 1.0
+"""How often the kernel is asked how many packets were sent, and how many of them again."""
+LEAST_PACKETS: Final = 500
+"""Smallest sample, in packets, from which a loss rate is computed."""
+LOSSY: Final = 0.005
+"""A path that loses this share of its packets, or more, is a lossy one."""
+LOSSY_ADDRESSES: Final = 1024
+"""Addresses that are remembered as lossy; then all are forgotten."""
 STRIPE_TEND_EVERY: Final = 0.2
 """How often what a dead network of a lane had is sent again, and taken, though no operation may be running."""
 TEND_AGAIN_SECONDS: Final = 0.01
 """The same while there is more to take from a lane."""
+
+
+@dataclass
+class _Watched:
+    """A connection, and what was known of it when a share of losses was last taken."""
+
+    sock: weakref.ref[socket.socket]
+    address: str
+    packets: tcp.SentPackets
+
+
+class PacketLosses:
+    """Watches the connections of one node's lanes."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._watched = list[_Watched]()
+        self._lossy: set[str] = set()
+        """Addresses to which a path is lossy: new connections to them use BBR from the beginning."""
+        self._is_told = False
+        self._looking = Recurring(tasks.spawn, LOSS_SAMPLE_EVERY, self._look, is_needed=lambda: self._watched)
+
+    def watch(self, socks: Sequence[socket.socket]) -> None:
+        """Watch the connections of a lane until they are closed. Only TCP of Linux tells of losses."""
+        for sock in socks:
+            sent = tcp.sent_packets(sock)
+            if sent is None or tcp.congestion_control(sock) in ("", tcp.BBR):
+                continue
+            try:
+                own, address = (str(name[0]) for name in (sock.getsockname(), sock.getpeername()))
+            except OSError:  # it is closed already
+                continue
+            if own == address or (address in self._lossy and tcp.use_bbr(sock)):
+                continue
+            self._watched.append(_Watched(weakref.ref(sock), address, sent))
+        self._looking.begin()
+
+    def _look(self, _seconds: float) -> None:
+        self._watched = [each for each in self._watched if self._is_still_watched(each)]
+
+    def _is_still_watched(self, watched: _Watched) -> bool:
+        """Look at a connection; return whether to look again: it is open, and has not changed to BBR."""
+        sock = watched.sock()
+        sent = None if sock is None else tcp.sent_packets(sock)
+        if sock is None or sent is None:
+            return False
+        if sent.sent - watched.packets.sent < LEAST_PACKETS:
+            return True
+        lost, watched.packets = sent.lost_since(watched.packets), sent
+        if lost < LOSSY:
+            return True
+        if len(self._lossy) >= LOSSY_ADDRESSES:
+            self._lossy.clear()
+        self._lossy.add(watched.address)
+        if tcp.use_bbr(sock):
+            logger.info(
+                "%.1f %% of the packets to %s are lost: the lane uses BBR from now on", 100 * lost, watched.address
+            )
+            return False
+        if not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "%.1f %% of the packets to %s are lost, which makes lanes slow, and this system does not let covey use "
+                "BBR: as root, `modprobe tcp_bbr` and `sysctl -w net.ipv4.tcp_congestion_control=bbr`",
+                100 * lost,
+                watched.address,
+            )
+        return False
 
 
 class LaneConnections:

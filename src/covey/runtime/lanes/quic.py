@@ -14,9 +14,9 @@ from covey.base.errors import ConfigError
 from covey.net.host.descriptors import explain
 from covey.runtime import loop as control
 from covey.runtime.lanes.opener import SealedOpener
+from covey.runtime.links.limits import SourceLimits
 from covey.runtime.links.link import plain_ip
 from covey.runtime.links.sockets import QuicWay, RelayedWay
-from covey.runtime.links.source_limits import SourceLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

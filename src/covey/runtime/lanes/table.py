@@ -1,8 +1,12 @@
 """The lanes of one node as a table: which are open, which are waited for, and which may not open any more.
 
 A lane has one future, which any thread may wait for. Lanes for collectives are made anew in every view. A lane for
-messages is replaced when it breaks; its connections are numbered (`lanes.epochs`). No lane opens with a process that
-a view has excluded.
+messages is replaced when it breaks; its connections are numbered (`Epochs`). No lane opens with a process that a view
+has excluded.
+
+Which connection for messages replaces which: the end that dials numbers the connections. An offer has a higher number
+than all that the pair has seen, and both ends use the connection with the higher number. So they agree, whichever end
+noticed first that the last one broke.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.errors import ClosedError, ConnectError
 from covey.base.lane_kinds import LANE_KINDS
-from covey.runtime.lanes.epochs import Epochs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +33,39 @@ if TYPE_CHECKING:
 REPLACEMENT: Final = "replacement"
 """The purpose of a lane that is to replace one for collectives (`lanes.tuning.moves`)."""
 PURPOSES: Final = ("collectives", "messages", REPLACEMENT)
+
+
+class Epochs:
+    """The numbers of one node's connections for messages, by lane."""
+
+    def __init__(self) -> None:
+        self._seen: dict[LaneKey, int] = {}
+        """The highest number of an offer that this node made or accepted."""
+        self._opened: dict[LaneKey, int] = {}
+        """The number of the connection that opened last."""
+
+    def next(self, key: LaneKey) -> int:
+        """Return the number to offer, or to ask for: one above all that this node has seen."""
+        return self._seen.get(key, -1) + 1
+
+    def seen(self, key: LaneKey, epoch: int) -> None:
+        """Note an accepted offer of this number."""
+        self._seen[key] = max(epoch, self._seen.get(key, -1))
+
+    def opened(self, key: LaneKey, epoch: int) -> None:
+        """Note that a connection of this number has opened."""
+        self._opened[key] = epoch
+        self.seen(key, epoch)
+
+    def is_past(self, key: LaneKey, epoch: int) -> bool:
+        """Tell whether a connection of this number, or a later one, has opened already."""
+        return epoch <= self._opened.get(key, -1)
+
+    def forget(self, group: int) -> None:
+        """Drop the numbers of a closed group."""
+        for numbers in (self._seen, self._opened):
+            for key in [key for key in numbers if key.group == group]:
+                del numbers[key]
 
 
 class LaneKey(NamedTuple):

@@ -17,9 +17,9 @@ from covey.net.host.descriptors import is_scarce, track
 from covey.net.quic.line import QuicSocket
 from covey.runtime.backoff import LimitedLog
 from covey.runtime.links.handshake import no_delay, receive_exactly
+from covey.runtime.links.limits import Arrival, SourceLimits, source_of
 from covey.runtime.links.link import HANDSHAKE_SECONDS, plain_ip
 from covey.runtime.links.sockets import RelayedSocket, accept_shortage, accepted
-from covey.runtime.links.source_limits import Arrival, SourceLimits, source_of
 from covey.runtime.tasks import Tasks
 from covey.wire import door
 

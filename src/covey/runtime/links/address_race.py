@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from covey.runtime.backoff import Backoff
-    from covey.runtime.links.dial_limits import DialLimits
     from covey.runtime.links.handshake import LinkCredentials, Where
+    from covey.runtime.links.limits import DialLimits
     from covey.runtime.links.link import Link
     from covey.wire import door, messages
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey.net.keys.tls import Credentials
-    from covey.runtime.links.dial_limits import DialLimits
+    from covey.runtime.links.limits import DialLimits
     from covey.wire.versions import Speaker
 
     Judge = Callable[[messages.Hello, bytes], messages.Welcome | messages.Refusal]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from covey.net.discovery.interfaces import Interface
-    from covey.runtime.links.dial_limits import DialLimits
     from covey.runtime.links.handshake import LinkCredentials, Where
+    from covey.runtime.links.limits import DialLimits
     from covey.wire.messages import Address
 
 WORDS: Final = 5

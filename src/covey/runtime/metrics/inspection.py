@@ -1,19 +1,32 @@
 """Answers to `messages.Inspect`: the metrics, operations, events and progress of this process, the links it measured.
 
 A rank is asked by its keeper, and by nodes that have proved the secret of its cluster. An answer may take milliseconds
-to encode, on the control loop, so a process answers such nodes a few times a second. Its checks and stacks
-are told to its keeper only.
+to encode, on the control loop, so a process answers such nodes a few times a second. Its checks and stacks are told to
+its keeper only.
+
+`covey run` keeps the output of its processes, and names its folder to them; each of them can tell other machines of
+all. A node that asks has proved the secret of the cluster, and no more: so nothing is told unless COVEY_SHARE_OUTPUT
+says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.base.pace import Bucket, Buckets
+from covey.base.settings import SETTINGS
+from covey.net.discovery.interfaces import all_interfaces
+from covey.net.host.machine import short_host_name
+from covey.net.host.run_notes import KEPT_FOLDER
+from covey.net.host.saved_output import log_end, logs_in, read_log, tail_of
+from covey.net.host.settings_files import effective_environment
 from covey.runtime import loop as control
 from covey.runtime.checks import are_ready
 from covey.runtime.counters import process
@@ -23,11 +36,13 @@ from covey.runtime.tracebacks import stacks
 from covey.wire import messages
 from covey.wire import reports as wire
 from covey.wire.progress import encode
+from covey.wire.reports import encode_network
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from covey.net.host.readings import MachineReader
+    from covey.wire.reports import MeasuredNetwork
 
 INSPECTIONS_RATE, INSPECTIONS_BURST = 10.0, 64.0
 """Answers a second to one key, and at once: `covey trace` asks once for each group."""
@@ -47,6 +62,8 @@ KEEPER_ANSWER_SECONDS: Final = 0.5
 """How long the keeper may take to say how the machine is used; views wait for longer."""
 STACKS_LIMIT_BYTES: Final = 200_000
 """Of the stacks of one process: they fit into a frame."""
+SHARED_TAIL_BYTES: Final = 256 << 10
+"""What an asker gets of the output before its first question, of all logs together; at least a sixteenth from each."""
 
 
 def answer_keeper(question: messages.Inspect, send: Callable[[messages.Inspected], None]) -> None:
@@ -140,7 +157,7 @@ class PacedAnswers:
 
     def _read_output(self, question: messages.Inspect, send: Callable[[messages.Inspected], object]) -> None:
         """Send what processes of the run print on this machine, if its user shares it; it is on disk."""
-        from covey.runtime.metrics.shared_output import encode_shared, shared_folder  # few runs share it
+        from covey.runtime.metrics.inspection import encode_shared, shared_folder  # few runs share it
 
         folder = shared_folder()
         if folder is None or self._reads_output:
@@ -184,9 +201,59 @@ def answer(question: messages.Inspect) -> messages.Inspected:
 
         return messages.Inspected(EVENTS, 0, 1, encode_last(node.events))
     if question.what == NETWORK and node is not None and node.measured is not None:
-        from covey.runtime.measured_network import encode_measured  # few commands ask
+        from covey.runtime.metrics.inspection import encode_measured  # few commands ask
 
         measured_at, network = node.measured
         own = {peer.link.local_ip for peer in list(node.peers.values()) if peer.link is not None}
         return messages.Inspected(NETWORK, 0, 1, encode_measured(measured_at, network, own))
     return messages.Inspected(question.what, question.page, 0, b"")
+
+
+def encode_measured(measured_at: float, network: MeasuredNetwork, addresses: Collection[str]) -> bytes:
+    """Return a network that was measured at a time since 1970; `addresses` are those of this end of links."""
+    return encode_network(network, max(0.0, time.time() - measured_at), medium_of(addresses))
+
+
+def medium_of(addresses: Collection[str]) -> str:
+    """Return the kind of the interfaces with these addresses: the slowest kind, if there are several."""
+    kinds = {each.kind for each in all_interfaces() if set(addresses) & set(each.addresses)}
+    return next((kind for kind in ("wireless", "wired", "virtual") if kind in kinds), "unknown")
+
+
+def shared_folder() -> Path | None:
+    """Return where the output of this run is kept; None if it is not, or if this machine keeps it to itself."""
+    folder = os.environ.get(KEPT_FOLDER, "")
+    env, row = effective_environment(), SETTINGS["share_output"]
+    try:
+        is_shared = row.variable in env and row.kind.read(row.variable, env[row.variable])
+    except ConfigError:
+        return None
+    return Path(folder) if folder and is_shared else None
+
+
+def encode_shared(folder: Path, about: bytes) -> bytes:
+    """Return what is new of the logs in a folder, for an asker that knows this; empty if its question is none."""
+    try:
+        asked = wire.decode_known(about) if about else wire.OutputKnown(())
+    except RemoteProtocolError:
+        return b""
+    known, logs, room, has_more = dict(asked.logs), [], wire.LOGS_BYTES, False
+    found = logs_in(folder)[: wire.LOGS_LIMIT]
+    for at, (name, path) in enumerate(found):
+        fair = max(room // (len(found) - at), 1)
+        offset = known.get(name)
+        if offset is None:
+            tail = max(SHARED_TAIL_BYTES // len(found), SHARED_TAIL_BYTES // 16)
+            offset = 0 if asked.wants_all else tail_of(path, tail)
+        try:
+            batch = read_log(path, offset, fair)
+        except (ConfigError, OSError):  # no record begins there: what the asker knows is another log
+            continue
+        records = tuple(
+            wire.ToldRecord(each.stream, each.rank, each.at, each.lines_before, each.data) for each in batch.records
+        )
+        room = max(0, room - sum(len(each.data) for each in records))
+        has_more = has_more or (bool(records) and batch.next < log_end(path))
+        logs.append(wire.ToldLog(name, batch.next, records))
+    machine = short_host_name()
+    return wire.encode(wire.ToldOutput(machine, tuple(logs), has_more))

@@ -1,13 +1,18 @@
-"""The pages that a process serves over HTTP: its metrics, its checks, and the stacks of its threads; and what makes
-metrics of prometheus_client from samples.
+"""How metrics leave a process: pages over HTTP, metrics of prometheus_client, and samples that are pushed.
+
+The pages also have its checks and the stacks of its threads. Programs that push their metrics give a function, which a
+thread calls with samples every few seconds.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Self
 
+from covey.base.errors import ConfigError
 from covey.runtime.checks import are_alive, are_ready
 from covey.runtime.http_server import LOOPBACK, HttpServer, Response, by_path, text
 from covey.runtime.metrics.samples import TABLE, samples
@@ -20,6 +25,14 @@ if TYPE_CHECKING:
 
     from covey.runtime.http_server import Request
     from covey.wire.reports import CheckResult, Sample
+
+logger = logging.getLogger("covey")
+
+SAMPLES_PUSH_SECONDS: Final = 10.0
+"""How often samples are pushed by default."""
+LEAST_SAMPLES_PUSH_SECONDS: Final = 0.1
+LAST_SAMPLES_PUSH_SECONDS: Final = 5.0
+"""How long `close` waits for the last push."""
 
 
 class SampleCollector:
@@ -94,3 +107,54 @@ def stacks_page(request: Request, read: Callable[[], str]) -> Response:
     if not request.is_local:
         return text("stacks are shown on this machine only\n", HTTPStatus.FORBIDDEN)
     return text(read())
+
+
+class SamplePush:
+    """Calls a function with all samples of this process every few seconds, until it is closed.
+
+    One call runs at a time, and nothing is queued: while a call takes longer than the pause, samples are left out, and
+    the next call has those of its own time. An exception is logged, and those that follow it are not until a call
+    has succeeded again.
+    """
+
+    def __init__(self, function: Callable[[list[Sample]], object], every: float = SAMPLES_PUSH_SECONDS) -> None:
+        """See `covey.metrics.push`."""
+        if not callable(function):
+            raise ConfigError(f"function={function!r} must be callable with a list of samples")
+        if not LEAST_SAMPLES_PUSH_SECONDS <= every < float("inf"):
+            raise ConfigError(f"every={every!r} must be a number of seconds from {LEAST_SAMPLES_PUSH_SECONDS} up")
+        self._function, self._every = function, every
+        self._has_failed = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="covey-push", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(self._every)
+            self._push()
+
+    def _push(self) -> None:
+        try:
+            self._function(samples())
+        except Exception:
+            if not self._has_failed:
+                logger.exception("metrics cannot be pushed; the next attempts fail without a word until one succeeds")
+            self._has_failed = True
+        else:
+            if self._has_failed:
+                logger.info("metrics are pushed again")
+            self._has_failed = False
+
+    def close(self) -> None:
+        """Push once more, wait for that for up to five seconds, and push no more. Closing twice is fine."""
+        self._closing.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(LAST_SAMPLES_PUSH_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -22,6 +22,7 @@ from covey.net.discovery.host_registry import PAIRING_TAG, HostRegistry
 from covey.net.discovery.interfaces import advertised, usable_interfaces
 from covey.net.discovery.mdns import Beacon
 from covey.net.discovery.own_seeds import current_seeds
+from covey.net.host.machine import waking_clock
 from covey.net.host.settings_files import effective_environment
 from covey.net.keys import charter, clusters, owner, trust
 from covey.net.keys.identity import machine_name, node_name, own_machine, short_id, sign_as_machine
@@ -35,14 +36,12 @@ from covey.proto.pairing import (
     SendPairing,
 )
 from covey.runtime import loop as control
-from covey.runtime.clocks import waking_clock
-from covey.runtime.driver import CoreDriver
 from covey.runtime.links.acceptor import remote_ip
+from covey.runtime.links.limits import SourceLimits, source_of
 from covey.runtime.links.sockets import accept_shortage, accepted, no_delay, receive_exactly
-from covey.runtime.links.source_limits import SourceLimits, source_of
 from covey.runtime.pairing.applicant import ask_who
 from covey.runtime.peers.endpoint import listen_everywhere
-from covey.runtime.tasks import Tasks
+from covey.runtime.tasks import CoreDriver, Tasks
 from covey.wire import beacon
 from covey.wire.decoding import FRAME_LENGTH, frame, frame_length
 from covey.wire.messages import Address

@@ -20,25 +20,20 @@ from covey.base import pace
 from covey.base.errors import AuthError, ConfigError, CoveyError
 from covey.net.discovery.interfaces import advertised, usable_interfaces
 from covey.net.keys import clusters
-from covey.runtime.links.dial_limits import DialLimits
+from covey.runtime.links.limits import DialLimits
 from covey.runtime.loop import aside
 from covey.runtime.peers.admission import Admission
-from covey.runtime.peers.better_ways import BetterWays
-from covey.runtime.peers.dialer import Dialer, has_loopback_ip
-from covey.runtime.peers.follower import HintFollower
-from covey.runtime.peers.hints import Hint, Origin
-from covey.runtime.peers.listener import LinkListener, MeshListener
-from covey.runtime.peers.mesh import LinkMesh
+from covey.runtime.peers.dialer import BetterWays, Dialer, has_loopback_ip
+from covey.runtime.peers.hints import Hint, HintFollower, Origin
+from covey.runtime.peers.mesh import LinkListener, LinkMesh, MeshListener, is_guest
 from covey.runtime.peers.node_links import NodeLinks
 from covey.runtime.peers.problems import Problems
 from covey.runtime.peers.reach import ReachAnswers
 from covey.runtime.peers.relays import Relays
 from covey.runtime.peers.remote_process import RemoteProcess
 from covey.runtime.peers.resting_links import RestingLinks
-from covey.runtime.peers.rules import Rules
+from covey.runtime.peers.rules import Rules, SecretChanges, secrets_of
 from covey.runtime.peers.search import Search
-from covey.runtime.peers.secret_changes import SecretChanges, secrets_of
-from covey.runtime.peers.visitors import is_guest
 from covey.wire import messages
 
 if TYPE_CHECKING:

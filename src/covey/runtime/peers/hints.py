@@ -1,20 +1,23 @@
-"""Hints: addresses where nodes may be, and when to try each. Nothing here dials.
+"""Hints: addresses where nodes may be, when to try each, and what tries them. On the control loop.
 
 A hint proves nothing, and a stranger can repeat a packet that it heard. So each hint is tried a few times, with growing
 pauses, and then sleeps. Fresh evidence causes one try at once; a repeated packet is not fresh.
+A `HintFollower` dials them, a few at a time, until there is a link with the node there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import math
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.pace import Growing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection, Coroutine
 
     from covey.wire.messages import Address, Contact
 
@@ -32,6 +35,10 @@ NAP_SECONDS: Final = 300.0
 NAPS: Final = 12
 """How often a hint from a member is tried once more after a nap: multicast may not reach that node."""
 HINTS_LIMIT: Final = 256
+HINTS_AT_ONCE: Final = 32
+"""Hints that are dialled at the same time; the others wait."""
+SCARCE_SECONDS: Final = 2.0
+"""How long no hint is dialled after this process could not open a socket: descriptors are left to its run."""
 
 
 class Origin(enum.Enum):
@@ -189,3 +196,79 @@ class Hints:
         while len(self._hints) >= HINTS_LIMIT:
             worst = max(self._hints.values(), key=lambda state: (state.origin is not Origin.HOST, state.failures))
             del self._hints[next(hint for hint, state in self._hints.items() if state is worst)]
+
+
+class DialOutcome(enum.Enum):
+    """The result of a dial."""
+
+    LINKED = enum.auto()
+    OURSELVES = enum.auto()
+    """This process answered."""
+    NO_NODE = enum.auto()
+    """No node of the cluster answered, or none that may be linked with."""
+    SCARCE = enum.auto()
+    """This process can open no socket now; the hint may be good."""
+
+
+class HintFollower:
+    """The hints of one node, and those that are being dialled."""
+
+    def __init__(
+        self,
+        dial: Callable[[Hint], Awaitable[DialOutcome]],
+        is_linked: Callable[[Hint], bool],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        """`dial` tries to make a link; `is_linked` tells whether there is one with the node at a hint's addresses."""
+        self._dial, self._is_linked, self._spawn = dial, is_linked, spawn
+        self._hints = Hints()
+        self.dialling: set[Hint] = set()
+        self._scarce_until = 0.0
+        self._is_closed = False
+
+    def found(self, hint: Hint, origin: Origin) -> None:
+        """Note fresh evidence that a node may be at these addresses, and dial them if they are due."""
+        self._hints.add(hint, origin, time.monotonic())
+        self._follow()
+
+    def forget(self, is_it: Callable[[Hint], bool]) -> None:
+        """Drop the hints for which `is_it` is true: the nodes there have left. Fresh evidence adds them again."""
+        self._hints.forget_all(is_it)
+
+    def moved(self) -> None:
+        """Dial again after this machine got other addresses: other nodes may be within reach now."""
+        self._hints.wake(time.monotonic())
+        self._follow()
+
+    async def keep_following(self) -> None:
+        """Dial hints again when they are due, until cancelled."""
+        while True:
+            await asyncio.sleep(AGAIN_SECONDS / 4)
+            self._follow()
+
+    def close(self) -> None:
+        """Dial no more hints."""
+        self._is_closed = True
+
+    def _follow(self) -> None:
+        now = time.monotonic()
+        if self._is_closed or now < self._scarce_until:
+            return
+        for hint in self._hints.due(now, HINTS_AT_ONCE - len(self.dialling), self._is_linked, self.dialling):
+            self.dialling.add(hint)
+            self._spawn(self._try(hint))
+
+    async def _try(self, hint: Hint) -> None:
+        try:
+            outcome = await self._dial(hint)
+        finally:
+            self.dialling.discard(hint)
+        match outcome:
+            case DialOutcome.LINKED:
+                self._hints.worked(hint)
+            case DialOutcome.OURSELVES:
+                self._hints.forget(hint)
+            case DialOutcome.NO_NODE:
+                self._hints.failed(hint, time.monotonic())
+            case DialOutcome.SCARCE:
+                self._scarce_until = time.monotonic() + SCARCE_SECONDS

@@ -21,11 +21,9 @@ from covey.base.settings import differences_of
 from covey.runtime.backoff import Backoff
 from covey.runtime.links.address_race import attempt_seconds, dial_any, keep_dialling
 from covey.runtime.links.handshake import NO_ANSWER, RefusedError
-from covey.runtime.peers.listener import LinkListener, MeshListener
-from covey.runtime.peers.mesh import LinkMesh
+from covey.runtime.peers.mesh import COMMANDS_LIMIT, LinkListener, LinkMesh, MeshListener
 from covey.runtime.peers.peer_table import Routes
 from covey.runtime.peers.remote_process import RemoteProcess
-from covey.runtime.peers.visitors import COMMANDS_LIMIT
 from covey.wire import messages
 from covey.wire.relay import TOKEN_BYTES
 from covey.wire.versions import objection

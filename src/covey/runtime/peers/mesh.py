@@ -3,6 +3,14 @@
 On the control loop. A mesh is of one of two kinds, which differ in how they know whom to link with: a `ClusterMesh`
 finds nodes and links with every holder of the cluster's secret; a `LauncherMesh` is given the members of its run. What
 a process becomes in a run, a mesh does not know: it reports to a `MeshListener` and a `LinkListener`.
+
+A `MeshListener` (a joiner, a keeper, an agent, a launcher's run) hears which processes there are and what they say; a
+`LinkListener` (the run that this process has a seat in) hears what becomes of the links with them.
+
+Visitors are linked processes that take part in no run: commands, keepers and agents. Every holder of the secret, or of
+a run's token, may link, with any number of keys. So the links of each key are limited, and those of all together. When
+there are too many, the process that has not asked anything for longest is dropped. Keepers that a linked node names on
+its card do not count and are not dropped.
 """
 
 from __future__ import annotations
@@ -17,24 +25,151 @@ from covey.base.errors import CoveyError
 from covey.base.text import printable
 from covey.runtime.links.acceptor import remote_ip
 from covey.runtime.links.handshake import Greeter, admit
-from covey.runtime.peers.visitors import VISITORS_LIMIT, Visitors
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from covey.base.config import GroupConfig
+    from covey.base.errors import AuthError
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
     from covey.runtime.metrics.inspection import PacedAnswers
     from covey.runtime.peers.endpoint import Endpoint
-    from covey.runtime.peers.listener import LinkListener, MeshListener
     from covey.runtime.peers.relays import Relays
     from covey.runtime.peers.remote_process import RemoteProcess
 
+LINKS_PER_KEY: Final = 4
+VISITORS_LIMIT: Final = 64
+COMMANDS_LIMIT: Final = 8
+"""Commands of the same user that may ask a rank of a launcher at a time."""
 SEND_REST_SECONDS: Final = 1.0
 """How long links may take to send what they hold when the mesh closes."""
+
+
+def is_guest(purpose: str, own: str) -> bool:
+    """Tell whether a node with this purpose takes part in nothing that a node with the purpose `own` does.
+
+    Agents are linked with each other, and visitors with agents.
+    """
+    if purpose == "agent":
+        return own not in ("agent", "visitor")
+    return purpose == "keeper" or (purpose == "visitor" and own != "visitor")
+
+
+class Visitors:
+    """The visitors of one node, ordered by their last question."""
+
+    def __init__(self, is_needed: Callable[[RemoteProcess], bool], limit: int) -> None:
+        """`is_needed` tells whether a node is a keeper that a linked node names; up to `limit` others may stay."""
+        self._is_needed, self._limit = is_needed, limit
+        self._nodes: dict[RemoteProcess, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[RemoteProcess]:
+        return iter(tuple(self._nodes))
+
+    def add(self, remote: RemoteProcess) -> list[RemoteProcess]:
+        """Add a node; return the nodes that have to be dropped for it."""
+        self._nodes[remote] = None
+        of_key = [each for each in self._nodes if _key(each) == _key(remote)]
+        leaving = of_key[: max(0, len(of_key) - LINKS_PER_KEY)]
+        counted = [each for each in self._nodes if each not in leaving and not self._is_needed(each)]
+        return leaving + counted[: max(0, len(counted) - self._limit)]
+
+    def asked(self, remote: RemoteProcess) -> None:
+        """Note that a node asked something just now."""
+        if remote in self._nodes:
+            del self._nodes[remote]
+            self._nodes[remote] = None
+
+    def discard(self, remote: RemoteProcess) -> None:
+        self._nodes.pop(remote, None)
+
+
+def _key(remote: RemoteProcess) -> bytes:
+    """Return the key of a node; commands that hold a token have none, and each counts by itself."""
+    return remote.card.id or remote.card.life
+
+
+class MeshListener:
+    """Receives what happens in a mesh. Every method does nothing by default."""
+
+    def linked(self, remote: RemoteProcess) -> None:
+        """Called after the first link with a process that takes part in something, and after the next first one."""
+
+    def recall(self, card: messages.Card) -> RemoteProcess | None:
+        """Return the process that a card is of, if the owner has known it since an earlier link."""
+        return None
+
+    def lost(self, remote: RemoteProcess) -> None:
+        """Called after the last link with such a process has ended."""
+
+    def keeper_linked(self, remote: RemoteProcess) -> None:
+        """Called after a link with a keeper: a node that reports on its processes and takes part in no run."""
+
+    def heard(self, remote: RemoteProcess, message: messages.Control) -> None:
+        """Called for a message that the mesh does not handle itself."""
+
+    def asked_for_checkpoint(
+        self, request: messages.RequestCheckpoint, send: Callable[[messages.CheckpointProgress], None]
+    ) -> None:
+        """Called when a command asks for a checkpoint, or how one is; `send` takes the answer."""
+        send(messages.CheckpointProgress(request.id, "refused", "this process is in no run"))
+
+    def expelled(self, remote: RemoteProcess, reason: str) -> None:
+        """Called after the links with a node were closed because it may no longer be in the cluster."""
+
+    def identity_refused(self, error: AuthError) -> None:
+        """Called when this node cannot be in the cluster, because another process uses its identity."""
+
+    def access_lost(self, error: AuthError) -> None:
+        """Called when this node may not be in the cluster any more, or is not approved yet."""
+
+    def refused(self, name: str, reason: str) -> bool:
+        """Called when a node is refused for the first time, or for another reason; return whether it was noted."""
+        return False
+
+    def describe(self) -> messages.Tell | None:
+        """Return how this node sees its run; None if it is in none."""
+        return None
+
+
+class LinkListener:
+    """Receives what becomes of links, and says which may rest. Every method does nothing by default."""
+
+    def arrived(self, remote: RemoteProcess) -> None:
+        """Called for every message of a process, before the message is handled."""
+
+    def link_changed(self, remote: RemoteProcess) -> None:
+        """Called when another link with a process is in use, or a better way to it was found."""
+
+    def link_replaced(self, remote: RemoteProcess) -> None:
+        """Called when another link is used instead of one that its owner gave up: messages on that may be lost."""
+
+    def link_rests(self, remote: RemoteProcess) -> None:
+        """Called when the link with a process begins to rest."""
+
+    def link_woke(self, remote: RemoteProcess) -> None:
+        """Called when a link that rested was replaced by another; nothing is lost."""
+
+    def link_has_room(self, remote: RemoteProcess) -> None:
+        """Called when the link in use with a process, which was full, has room again."""
+
+    def may_rest(self, remote: RemoteProcess) -> bool:
+        """Tell whether the link with a process may rest."""
+        return False
+
+    def wants_awake(self, remote: RemoteProcess) -> bool:
+        """Tell whether the link with a process is to be woken if it rests."""
+        return False
+
+    def may_change_link(self, remote: RemoteProcess) -> bool:
+        """Tell whether the link in use may be changed now: messages on the old one may be overtaken."""
+        return True
 
 
 class LinkMesh:

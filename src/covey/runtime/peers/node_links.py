@@ -17,11 +17,11 @@ from covey.runtime.links.probe import best_way
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.runtime.links.dial_limits import DialLimits
     from covey.runtime.links.handshake import Where
+    from covey.runtime.links.limits import DialLimits
     from covey.runtime.links.link import Link
     from covey.runtime.peers.endpoint import Endpoint
-    from covey.runtime.peers.listener import LinkListener
+    from covey.runtime.peers.mesh import LinkListener
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.tasks import Tasks
     from covey.wire import messages

@@ -19,7 +19,7 @@ from covey.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from covey.runtime.links.dial_limits import DialLimits
+    from covey.runtime.links.limits import DialLimits
     from covey.runtime.peers.endpoint import Endpoint
     from covey.runtime.peers.remote_process import RemoteProcess
 

@@ -2,6 +2,8 @@
 
 A mesh links with a process, a generation gives it a seat, views judge it: all of them hold the same `RemoteProcess`.
 What has become of it in the run is one `PeerState`, which changes by `PeerEvent`s only, as `TRANSITIONS` says.
+
+Messages that arrive before it has a seat are kept until then, within a limit.
 """
 
 from __future__ import annotations
@@ -11,11 +13,10 @@ import contextlib
 import enum
 import secrets
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from covey.base.numbers import NO_RANK, NO_SEAT
 from covey.net.discovery.interfaces import describe
-from covey.runtime.early_messages import EarlyMessages
 from covey.runtime.links.handshake import spell
 from covey.wire import messages
 from covey.wire.versions import OURS
@@ -25,12 +26,37 @@ if TYPE_CHECKING:
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.link import Link
 
+T = TypeVar("T")
+
+LIMIT_BYTES: Final = 1 << 20
+"""For the messages of one sender."""
+MESSAGE_BYTES: Final = 500
+"""What a message takes in memory besides its contents."""
 ANSWERS_LIMIT: Final = 16
 PINGS_LIMIT: Final = 100
 LINK_SILENCE: Final = 1.2
 """A link in use that carries nothing for this long is replaced by another link with the same process."""
 NOWHERE: Final = messages.Contact("", (), "")
 """Where a rank listens that this process has not heard of yet."""
+
+
+class EarlyMessages(Generic[T]):
+    """Early messages of one sender. Messages beyond the limit are dropped: senders repeat what matters."""
+
+    def __init__(self) -> None:
+        self._messages: list[T] = []
+        self._bytes = 0
+
+    def keep(self, message: T, nbytes: int) -> None:
+        """Keep a message of `nbytes`, if there is room."""
+        if self._bytes + nbytes + MESSAGE_BYTES <= LIMIT_BYTES:
+            self._bytes += nbytes + MESSAGE_BYTES
+            self._messages.append(message)
+
+    def take(self) -> list[T]:
+        """Return the messages in their order, and forget them."""
+        kept, self._messages, self._bytes = self._messages, [], 0
+        return kept
 
 
 class PeerState(enum.Enum):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.net.keys.clusters import Cluster
     from covey.runtime.peers.endpoint import Endpoint
-    from covey.runtime.peers.listener import MeshListener
+    from covey.runtime.peers.mesh import MeshListener
     from covey.runtime.peers.remote_process import RemoteProcess
 
 CONDITION_CHECK_EVERY: Final = 0.05

@@ -24,13 +24,12 @@ from covey.base.version import __version__
 from covey.net.host.descriptors import raise_limit
 from covey.proto.relay_table import CloseConnection, JoinConnections, RelayEffect, RelayTable, SendTo
 from covey.runtime.backoff import LimitedLog
-from covey.runtime.driver import CoreDriver
 from covey.runtime.links.acceptor import remote_ip
+from covey.runtime.links.limits import SourceLimits, source_of
 from covey.runtime.links.relayed import keep_alive, receive_message
 from covey.runtime.links.sockets import accept_shortage, accepted, no_delay
-from covey.runtime.links.source_limits import SourceLimits, source_of
 from covey.runtime.relaying.pipe import Pipe, Throttle
-from covey.runtime.tasks import Tasks
+from covey.runtime.tasks import CoreDriver, Tasks
 from covey.wire.decoding import frame
 from covey.wire.relay import (
     CALL_ID_BYTES,

@@ -20,7 +20,7 @@ from covey.base.pace import Bucket, Buckets
 from covey.net.audit import audit_log
 from covey.net.audit.audit_log import Note
 from covey.runtime.links.acceptor import TurnedAwayError
-from covey.runtime.links.source_limits import source_of
+from covey.runtime.links.limits import source_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     from covey.base.numbers import Rank
     from covey.proto.checkpointing import Checkpoint, Checkpointing, Effect
-    from covey.runtime.driver import CoreDriver
     from covey.runtime.events import Events
-    from covey.runtime.tasks import Tasks
+    from covey.runtime.tasks import CoreDriver, Tasks
     from covey.wire.checkpoint import Unsaved
 
 logger = logging.getLogger("covey")
@@ -281,7 +280,7 @@ class Checkpoints:
         """Return the core, made on first use."""
         if self._core is None:
             from covey.proto.checkpointing import Checkpointing
-            from covey.runtime.driver import CoreDriver
+            from covey.runtime.tasks import CoreDriver
 
             core = Checkpointing(self._me, self._issued)
             core.configure(*self._view, time.monotonic())

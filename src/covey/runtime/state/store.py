@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineError, PeerLostError, RemoteProtocolError
 from covey.base.numbers import Seat
+from covey.net.host.machine import waking_clock
 from covey.net.host.store_file import SAVE_AFTER, StoredEntries, StoreFile
 from covey.proto.replication import Answered, Replica
 from covey.proto.store import STORE_BYTES, fits
 from covey.proto.store_copy import RUN_STORE
 from covey.runtime import loop as control
-from covey.runtime.clocks import waking_clock
 from covey.runtime.state.store_link import PieceAssembly, Unsent
 from covey.wire import messages
 from covey.wire import store as wire

@@ -20,12 +20,11 @@ from covey.base.text import LISTED_ITEMS, listed_briefly, listed_ranks
 from covey.proto.ballot import first_record
 from covey.proto.changes import Quorum
 from covey.proto.overlay import topology_of
-from covey.proto.views import is_quorum
+from covey.proto.views import check_room, forget_oldest, is_quorum
 from covey.runtime import loop as control
 from covey.runtime.events import Event
 from covey.runtime.fault import Fault
 from covey.runtime.peers.remote_process import PeerEvent
-from covey.runtime.views import group_limits
 from covey.runtime.views.view_driver import ViewDriver, member_keys
 from covey.wire.membership import Bound, Seated, State, Successor
 
@@ -225,7 +224,7 @@ class Generation:
     def enroll(self, operations: Freezable) -> None:
         """Stop and resume the operations of a group with every view from now on."""
         with self._lock:
-            group_limits.check_room((each.size for each in self._groups.values()), operations.size)
+            check_room((each.size for each in self._groups.values()), operations.size)
             self._groups[operations.group] = operations
             if self._is_frozen:
                 operations.halt(-1)  # it has begun no operation, so its state need not be reported
@@ -250,7 +249,7 @@ class Generation:
 
     def _remember(self, state: State) -> None:
         self._dismissed[state.group] = state
-        group_limits.forget_oldest(self._dismissed)
+        forget_oldest(self._dismissed)
 
     def leave(self, within: float, *, is_finished: bool = False) -> bool:
         """Ask for a view without this node; return whether it came within so many seconds. Not on the control loop.

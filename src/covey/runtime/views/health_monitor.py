@@ -16,14 +16,14 @@ import asyncio
 import contextlib
 import secrets
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from covey.base.numbers import Seat
+from covey.net.host.machine import waking_clock
 from covey.proto import health
-from covey.runtime.clocks import waking_clock
 from covey.runtime.counters import process
-from covey.runtime.driver import CoreDriver
 from covey.runtime.peers.remote_process import PeerEvent, PeerState
+from covey.runtime.tasks import CoreDriver
 from covey.runtime.views.process_table import LOOK_CLOSELY_EVERY, LOOK_CLOSELY_SECONDS, ProcessStatus
 from covey.wire import messages
 
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
     from covey.base.config import GroupConfig
     from covey.base.errors import ConfigError
-    from covey.runtime.clocks import ClockOffsets
     from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.tasks import Tasks
+
+AGEING: Final = 1.05
+"""Factor by which a stored round trip is inflated per new sample, so that old offsets expire."""
 
 
 class HealthListener(Protocol):
@@ -49,6 +51,26 @@ class HealthListener(Protocol):
 
     def unheard(self, seat: Seat) -> None:
         """A peer is not heard on its link, but may be heard on another."""
+
+
+class ClockOffsets:
+    """The best measurement for each peer: that of the shortest round trip. On the control loop; any thread may read."""
+
+    def __init__(self) -> None:
+        self._best: dict[Seat, tuple[float, float]] = {}
+        """By seat: the round trip, made longer with every measurement since, and the offset."""
+
+    def measured(self, seat: Seat, round_trip: float, offset: float) -> None:
+        """Take a measurement, in seconds; half of the round trip is the most by which the offset can be wrong."""
+        best = self._best.get(seat)
+        if best is None or round_trip <= best[0] * AGEING:
+            self._best[seat] = round_trip, offset
+        else:
+            self._best[seat] = best[0] * AGEING, best[1]
+
+    def offsets(self) -> dict[Seat, float]:
+        """Return by how many seconds the clock of each peer is ahead."""
+        return {seat: offset for seat, (_, offset) in sorted(self._best.copy().items())}
 
 
 class HealthMonitor:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from covey.base.config import GroupConfig
     from covey.base.numbers import Seat
-    from covey.runtime.clocks import ClockOffsets
     from covey.runtime.events import Events
     from covey.runtime.links.link import Link
     from covey.runtime.peers.peer_table import MemberLinks, PeerTable
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from covey.runtime.tasks import Tasks
     from covey.runtime.views.generation import ViewListener
     from covey.runtime.views.generation_table import GenerationTable
+    from covey.runtime.views.health_monitor import ClockOffsets
 
 logger = logging.getLogger("covey")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from covey.proto import changes
 from covey.proto.membership import VIEW_PATIENCE, Membership
 from covey.runtime.counters import process
-from covey.runtime.driver import CoreDriver
+from covey.runtime.tasks import CoreDriver
 from covey.wire import membership as wire
 from covey.wire import messages
 

@@ -12,13 +12,12 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.numbers import Seat
-from covey.runtime.clocks import ClockOffsets
 from covey.runtime.fault import Fault
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.views.generation import RunParts
-from covey.runtime.views.generation_table import GenerationTable
+from covey.runtime.views.generation_table import GenerationTable, Newcomers, Wishes
+from covey.runtime.views.health_monitor import ClockOffsets
 from covey.runtime.views.losses import DeparturesTold, Losses
-from covey.runtime.views.newcomers import Newcomers, Wishes
 from covey.wire import messages
 from covey.wire.versions import OURS, Agreement, fixed_by
 

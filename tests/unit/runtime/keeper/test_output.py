@@ -7,11 +7,26 @@ import os
 import pty
 import struct
 import termios
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.runtime.keeper.output import LINE_LIMIT_BYTES, PROMPT_SECONDS, Cursor, OutputStream, note_line
+from covey.base.errors import ConfigError
+from covey.runtime.keeper import output as output_module
+from covey.runtime.keeper.output import (
+    LINE_LIMIT_BYTES,
+    PROMPT_SECONDS,
+    Cursor,
+    OutputDescriptor,
+    OutputStream,
+    RankLogs,
+    note_line,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def two_outputs() -> tuple[OutputStream, OutputStream]:
@@ -111,3 +126,96 @@ def test_what_is_said_of_a_run_is_wrapped_at_words_on_a_terminal_only() -> None:
     finally:
         for descriptor in (ours, theirs, reader, writer):
             os.close(descriptor)
+
+
+FULL = "/dev/full"
+
+
+def test_a_file_on_a_full_disk_is_told_of_once_and_says_later_what_it_lacks(tmp_path: Path) -> None:
+    logs, file = RankLogs(str(tmp_path)), tmp_path / "rank-3.log"
+    assert logs.write("3", b"a\n") == ""
+    assert logs.is_complete
+    file.rename(tmp_path / "before")
+    file.symlink_to(FULL)
+    told = logs.write("3", b"bcd\n")
+    assert told.startswith(f"{file} cannot be written (No space left on device)")
+    assert logs.write("3", b"ef\n") == ""
+    assert not logs.is_complete
+    file.unlink()
+    (tmp_path / "before").rename(file)
+    assert logs.write("3", b"g\n") == ""
+    assert logs.write("3", b"h\n") == ""
+    gap = "\ncovey: 7 bytes could not be written here (No space left on device)\n"
+    assert file.read_text() == f"a\n{gap}g\nh\n"
+    assert not logs.is_complete
+
+
+def test_a_folder_that_takes_no_byte_is_refused_before_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**_: object) -> object:
+        return open(FULL, "wb")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(ConfigError, match="No space left on device; choose a folder that can be written"):
+        RankLogs(str(tmp_path))
+
+
+@pytest.fixture
+def descriptor(tmp_path: Path):
+    """One that leads to a file, and may be turned to another place."""
+    number = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    yield number
+    os.close(number)
+
+
+def turn(descriptor: int, path: Path | str) -> None:
+    target = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(target, descriptor)
+    os.close(target)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
+def test_output_goes_on_where_it_can_be_written_again_and_says_what_is_missing(
+    descriptor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_module, "RETRY_SECONDS", 0.0)
+    output = OutputDescriptor(descriptor)
+    assert output.write(b"[0] one\n[0] tw") == 14
+    turn(descriptor, "/dev/full")
+    assert output.write(b"o\n[0] three\n") == 0
+    assert output.failure == "No space left on device"
+    output.drop(b"o\n[0] three\n")
+    assert output.is_open(), "it is tried again"
+    assert output.write(b"[0] four\n") == 0
+    output.drop(b"[0] four\n")
+    turn(descriptor, tmp_path / "log")
+    assert output.write(b"[0] five\n") == 9
+    assert output.failure == ""
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "[0] one",
+        "[0] tw",
+        "covey: output can be written again; 21 bytes could not be (No space left on device)",
+        "[0] five",
+    ]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
+def test_a_full_disk_is_not_tried_for_every_line(descriptor: int) -> None:
+    output = OutputDescriptor(descriptor)
+    turn(descriptor, "/dev/full")
+    assert output.write(b"one\n") == 0
+    assert not output.is_open()
+
+
+def test_a_pipe_without_a_reader_is_never_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_module, "RETRY_SECONDS", 0.0)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        output = OutputDescriptor(write_end)
+        assert output.write(b"one\n") == 0
+        assert output.failure == "Broken pipe"
+        assert not output.is_open()
+    finally:
+        os.close(write_end)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from covey.base.config import GroupConfig
 from covey.base.numbers import Seat
-from covey.runtime.clocks import ClockOffsets
 from covey.runtime.peers.peer_table import PeerTable
 from covey.runtime.peers.remote_process import PeerEvent, RemoteProcess
 from covey.runtime.tasks import Tasks
 from covey.runtime.views import losses as losses_module
+from covey.runtime.views.health_monitor import ClockOffsets
 from covey.runtime.views.losses import Losses
 from covey.wire.messages import Card, Contact
 

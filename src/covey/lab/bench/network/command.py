@@ -14,11 +14,11 @@ from covey.base.errors import ConfigError
 from covey.base.version import __version__
 from covey.cli.layout import room
 from covey.cli.terminal import is_lively, plural, working
+from covey.lab.bench.measure import counting
 from covey.lab.bench.network.report import case_line, collectives_view, headline, links_view, network_json
 from covey.lab.bench.network.session import Agreed, CaseBegun, LinksDone, NetworkCaseDone, PairsDone, measure
 from covey.lab.bench.network.terms import parse, writer
 from covey.lab.bench.plot import draw
-from covey.lab.bench.progress import counting
 from covey.runtime.environment import find_launched_rank
 
 if TYPE_CHECKING:

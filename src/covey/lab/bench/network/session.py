@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError, CoveyError, RemoteProtocolError
 from covey.lab.bench.engines import CoveyEngine
-from covey.lab.bench.machine import machine_facts
+from covey.lab.bench.measure import machine_facts
 from covey.lab.bench.messages import Measured, PrepareOrder
 from covey.lab.bench.network.pairs import LinkFigures, checked, measure_pair
 from covey.lab.bench.network.terms import NetworkTerms, RankOffer, agree, batches, rounds

@@ -19,7 +19,7 @@ from covey.base.lane_kinds import LANE_KINDS
 from covey.net.host import tcp
 from covey.net.lanes.stream import is_resumable
 from covey.runtime.lanes.tuning.path_choice import MoveReason, PathChoice, Quality
-from covey.runtime.links.dial_limits import DialLimits
+from covey.runtime.links.limits import DialLimits
 from covey.runtime.links.sockets import RelayedSocket, RelayedWay, next_packet_limit
 from covey.wire import messages
 

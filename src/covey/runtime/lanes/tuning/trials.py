@@ -1,6 +1,6 @@
 """Trials: a change of how lanes are sent is kept if it is clearly faster than what was there before. Pure.
 
-Several networks (`stripes`) and more streams (`stream_choice`) are judged here. After a trial the next
+Several networks (`stripes`) and more streams (`stream_trials`) are judged here. After a trial the next
 one comes later and later, because each takes a little of what it wants to improve.
 """
 

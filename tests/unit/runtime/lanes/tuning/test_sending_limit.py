@@ -7,9 +7,7 @@ from itertools import product
 import pytest
 
 from covey.base.numbers import Seat
-from covey.runtime.lanes.tuning.rate_shares import PARTS_SHARE, Demand, RateBudget, divide
-from covey.runtime.lanes.tuning.sending_limit import capped
-from covey.runtime.lanes.tuning.urgency import Urgency
+from covey.runtime.lanes.tuning.rate_limits import PARTS_SHARE, Demand, RateBudget, Urgency, capped, divide
 
 LIMIT = 1_000_000
 CASES = [

@@ -10,7 +10,7 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.support.seeds import seeds
 
-from covey.runtime.lanes.tuning.sending_limit import SENDING_DIVIDE_SECONDS
+from covey.runtime.lanes.tuning.rate_limits import SENDING_DIVIDE_SECONDS
 from covey.runtime.lanes.tuning.yielding import LEAST_SHARE, LEAST_TARGET_SECONDS, RANGE, Look, YieldingRate
 
 if TYPE_CHECKING:
