@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import typer
 import typer.core
 from tools import consoles
@@ -18,6 +17,8 @@ from covey.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
