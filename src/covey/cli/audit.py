@@ -67,8 +67,10 @@ def audit(
         shown = [entry for entry in audit_reader.entries() if choice.takes(entry)]
         if as_json or follow or not sys.stdout.isatty():
             _print_lines(shown, as_json=as_json)
-        else:
+        elif shown:
             _print_table(shown)
+        if not shown and not follow and not as_json:
+            say("The audit log of this machine has no entry that fits.", err=True)
         if new is not None:
             _follow(new, choice, max((entry.number for entry in shown), default=0), as_json=as_json)
     finally:

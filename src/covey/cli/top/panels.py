@@ -53,7 +53,7 @@ HELP: Final = (
     ("u", "how to open the page"),
     ("? q Ctrl-C", "this help; leave, without effect on the run"),
 )
-STATE_LETTERS: Final = "A active  W waiting  B behind: others wait  S stopped  ? silent  L lost  X left  J joining"
+STATE_LETTERS: Final = ("A active, W waiting, B behind: others wait", "S stopped, ? silent, L lost, X left, J joining")
 
 
 class _Cell(NamedTuple):
@@ -346,7 +346,8 @@ def help_rows(width: int, rows: int) -> list[Line]:
             [(fit(keys if at == 0 else "", 14), "bold"), (part, "")]
             for at, part in enumerate(paragraph(what, max(width - 14, 1), 2))
         ]
-    return [*lines, *([(part, "dim")] for part in paragraph(STATE_LETTERS, width, 3))][:rows]
+    letters = [part for words in STATE_LETTERS for part in paragraph(words, width, 2)]
+    return [*lines, *([(part, "dim")] for part in letters)][:rows]
 
 
 def _scrolled(lines: Sequence[Line], scroll: int, rows: int) -> list[Line]:
