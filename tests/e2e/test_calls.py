@@ -129,6 +129,104 @@ def test_calls_to_a_killed_process_raise_soon_and_calls_to_others_go_on(lanes: s
             assert told["sums"] == 1 << 20
 
 
+def pass_handles_around(victim: int, seed: int) -> Any:
+    """Export objects, pass handles to others at random, use and drop them; a rank is killed meanwhile.
+
+    Tell what was wrong: a handle that is of no use, unless the lost rank owned the object or had passed the handle on.
+    """
+    import random
+
+    from covey.runtime.joining.node import node_of
+
+    class Counter:
+        def __init__(self) -> None:
+            self.value = 0
+
+        def add(self, amount: int) -> int:
+            self.value += amount
+            return self.value
+
+    with covey.join() as group:
+        node, chance = group.node, random.Random(1000 * seed + group.rank)
+        lock, wrong, done = threading.Lock(), [], {"used": 0, "passed": 0}
+        exports = {number: node.export(Counter()) for number in range(3)}
+        held: list[tuple[int, Any, list[int]]] = [(group.rank, handle, []) for handle in exports.values()]
+
+        @node.rpc
+        def give(owner: int, handle: Any, givers: list[int]) -> None:
+            if owner != group.rank:  # the object itself is passed here
+                with lock:
+                    held.append((owner, handle, [*givers, node.caller().rank]))
+
+        def step() -> None:
+            with lock:
+                if not held:
+                    return
+                owner, handle, givers = held[chance.randrange(len(held))]
+                is_dropped = len(held) > 20 and owner != group.rank
+                if is_dropped:
+                    held.remove((owner, handle, givers))
+            if is_dropped:
+                return
+            try:
+                if chance.random() < 0.5:
+                    peers = [rank for rank in group.live if rank != group.rank]
+                    node.call(chance.choice(peers), "give", owner, handle, givers)
+                    done["passed"] += 1
+                else:
+                    handle.add(1)
+                    done["used"] += 1
+            except covey.PeerLostError as error:
+                if error.rank != victim:
+                    wrong.append(repr(error))
+            except covey.CallRefusedError as error:
+                if victim not in givers:
+                    wrong.append(f"{owner} by {givers}: {error}")
+
+        group.barrier()
+        say("ready")
+        for _ in range(60):
+            step()
+        say("half")
+        if group.rank == victim:
+            while True:
+                step()
+        while victim in group.live:
+            step()
+        for _ in range(60):
+            step()
+        say("over", wrong=wrong, **done)
+        await_go()
+        with lock:
+            held.clear()
+        exports.clear()
+        parts = node_of(group)
+        assert parts is not None
+        assert parts.calls is not None
+        exported, until = parts.calls.service().exported, time.monotonic() + DEADLINE
+        while len(exported) and time.monotonic() < until:
+            time.sleep(0.01)
+        say("free", left=len(exported))
+        await_go()
+    return None
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_handles_are_passed_around_while_a_rank_is_killed_and_every_object_is_freed(seed: int) -> None:
+    with Ranks(4, pass_handles_around, VICTIM, seed, lanes="unix", env={"COVEY_ON_LOSS": "continue"}) as ranks:
+        ranks.hear("half", range(4))
+        ranks.kill(VICTIM)
+        for told in ranks.hear("over", (0, 2, 3)):
+            assert told["wrong"] == []
+            assert told["used"] > 10
+            assert told["passed"] > 10
+        for rank in (0, 2, 3):
+            ranks.go(rank)
+        assert [told["left"] for told in ranks.hear("free", (0, 2, 3))] == [0, 0, 0]
+        for rank in (0, 2, 3):
+            ranks.go(rank)
+
+
 def through_generations() -> Any:
     """Register once, and call the other rank in every generation, until the test ends."""
     served, is_registered = 0, False

@@ -21,6 +21,7 @@ import pytest
 from tests.support.waiting import DEADLINE, wait_until
 
 import covey
+from covey.proto.calling.outgoing import CALLS_LIMIT
 from covey.proto.calling.tags import ANSWER_PARTS
 from covey.runtime.calls import lane_transport
 from covey.runtime.calls.lane_transport import LaneTransport
@@ -459,6 +460,95 @@ def test_the_methods_of_an_exported_object_can_be_called_until_its_handles_are_d
         wait_until(lambda: not len(exported))
 
     in_a_run(body)
+
+
+def test_a_handle_is_passed_to_third_nodes_and_its_object_lives_until_all_have_dropped_theirs() -> None:
+    """Rank 0 exports an object; 1 gets a handle and passes it on in every way; 2 uses it when 1 has dropped its own."""
+
+    def body(group: covey.Group) -> None:
+        node, counter = group.node, Counter()
+        kept: dict[str, Any] = {}
+        if group.rank == 0:
+            node.register("counter_of", lambda: node.export(counter))
+            node.register("is_mine", lambda value: value is counter)
+
+        @node.rpc
+        def keep(name: str, given: Any) -> None:
+            kept[name] = given
+
+        @node.rpc
+        def kept_by(name: str) -> Any:
+            return kept[name]
+
+        @node.rpc
+        def all_kept() -> Iterator[Any]:
+            yield from kept.values()
+
+        group.barrier()
+        if group.rank == 1:
+            handle = node.call(0, "counter_of")
+            node.call(2, "keep", "argument", handle)
+            node.call(2, "keep", "inside", {"large": np.ones(LARGE), "handles": [handle, handle]})
+            node.call(1, "keep", "own", handle)
+            kept["mine"] = handle
+            del handle
+        group.barrier()
+        if group.rank == 2:
+            kept["result"] = node.call(1, "kept_by", "mine")
+            kept["item"] = list(node.stream(1, "all_kept"))[-1]
+            assert kept["argument"].add(1) == 1
+        group.barrier()
+        if group.rank == 1:
+            for name in ("own", "mine"):
+                kept.pop(name).release()
+        group.barrier()
+        if group.rank == 2:
+            assert [kept["result"].add(2), kept["item"].add(3), kept["inside"]["handles"][1].add(4)] == [3, 6, 10]
+            assert node.call(0, "is_mine", kept["item"])
+            # A call that is refused, cancelled or too large drops its handles, also those of a node that is not called.
+            with pytest.raises(covey.CallRefusedError, match="no function"):
+                node.call(1, "no such function", kept["item"])
+            with pytest.raises(covey.CallRefusedError):
+                node.call(1, "keep", kept["item"], 2, 3)
+            waiting = [node.call_async(1, "sleep", 3600.0, kept["item"]) for _ in range(3)]
+            more = [node.call_async(1, "sleep", 3600.0) for _ in range(CALLS_LIMIT)]
+            unsent = [node.call_async(1, "keep", "unsent", kept["item"]) for _ in range(3)]
+            for work in (*unsent, *waiting, *more):
+                work.cancel()
+        group.barrier()
+        if group.rank == 0:
+            gc.collect()
+            assert len(_calls(group).exported) == 1
+        group.barrier()
+        kept.clear()
+        gc.collect()
+        if group.rank == 0:
+            wait_until(lambda: not len(_calls(group).exported))
+        group.barrier()
+
+    in_a_run(body, size=3)
+
+
+def test_a_run_with_an_older_node_passes_handles_between_two_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LaneTransport, "lists_handles", lambda transport: False)
+
+    def body(group: covey.Group) -> None:
+        node, counter = group.node, Counter()
+        node.register("counter_of", lambda: node.export(counter))
+        node.register("is_mine", lambda value: value is counter)
+        node.register("use", lambda handle: handle.add(1))
+        group.barrier()
+        if group.rank == 1:
+            handle = node.call(0, "counter_of")
+            assert handle.add(2) == 2
+            assert node.call(0, "is_mine", handle)
+            assert "update covey on all machines" in refusal(lambda: node.call(2, "use", handle), TypeError)
+            own = node.export(counter)
+            assert node.call(2, "use", own) == 1
+            assert node.call(1, "is_mine", own)
+        group.barrier()
+
+    in_a_run(body, size=3)
 
 
 def _calls(group: covey.Group) -> Any:

@@ -244,8 +244,11 @@ def test_only_what_was_exported_to_a_member_can_be_called_by_it() -> None:
         answers = None
         if group.rank == HOSTILE:
             it = Attacker(group)
+            it.say(wire.ReferenceShare(1, HOSTILE), wire.ReferenceShare(1, 1 << 20))
+            it.say(wire.ReferenceClaim(1, HONEST, bytes(16)), wire.ReferenceClaim(7, HONEST, bytes(16)))
+            guess = wire.PassedHandle(VICTIM, 1, bytes(16))
             for number, (target, method) in enumerate([(1, "open"), (2, "open"), (1, "__init__"), (1, "__class__")], 1):
-                it.say(request(number, method, target=target))
+                it.say(request(number, method, target=target, payload=wire.CallPayload(NOTHING.inline, (), (guess,))))
             answers = it.await_answers(4)
         over.wait()
         return answers

@@ -8,8 +8,8 @@ simulations in `covey.lab` do it with a virtual clock.
 `Membership`, `Joining`, `Health`, `RelayTable`, `Calling` and `Parting` have this shape; `runtime.calls.service` drives
 `Calling`, under a lock, and `runtime.collectives.closure` drives `Parting`, on the thread that closes a group.
 `Formation` is a part of `Joining`, which wraps its messages into effects. The other cores have no deadlines: `Matcher`
-and `Commit` run on the thread that moves the bytes, and answer its calls directly, as the tables of `store` and
-`transferring` do.
+and `Commit` run on the thread that moves the bytes, and answer its calls directly, as the tables of `store`,
+`transferring` and `references` do.
 """
 
 from __future__ import annotations

@@ -28,6 +28,14 @@ class _MemoryTransport(BackgroundTransport):
         self._network, self.seat = network, seat
         network.listeners[seat] = listener
 
+    def lists_handles(self) -> bool:
+        """Return True: all nodes are of this release."""
+        return True
+
+    def is_member(self, seat: Seat) -> bool:
+        """Tell whether there is such a node, or was."""
+        return seat < len(self._network)
+
     def send(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Deliver messages."""
         for peer, data in messages:

@@ -20,7 +20,7 @@ from msgspec.msgpack import Ext
 from covey.base.arithmetic import BOOL_CODE, DTYPES, dtype_code
 from covey.base.errors import CallRefusedError, ConfigError, CoveyError, RemoteProtocolError
 from covey.base.text import printable, spell_error
-from covey.wire.calls import CALL_PARTS_LIMIT
+from covey.wire.calls import CALL_PARTS_LIMIT, HANDLES_LIMIT, PassedHandle
 from covey.wire.message_header import MAX_MESSAGE_NDIM, array_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ PART_BYTES: Final = 32 * 1024
 _ARRAY_CODE: Final = 1
 _PART: Final = 2
 _REFERENCE: Final = 3
+_LISTED: Final = 2
+"""In place of whether its sender owns it: the handle is in the list of the payload."""
 _PLAIN_ARRAY, _NUMPY_SCALAR, _TENSOR = 0, 1, 2
 _TYPE_NAME_LIMIT: Final = 100
 Bytes: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, np.dtype[np.uint8]]"
@@ -48,6 +50,8 @@ class Reference(NamedTuple):
     """Whether the sender owns it, else the receiver does."""
     number: int
     type_name: str
+    listed: PassedHandle | None = None
+    """What the payload lists for it, if the run knows lists of handles."""
 
 
 class Converter(Protocol):
@@ -62,11 +66,14 @@ class Converter(Protocol):
     def reference(self, reference: Reference) -> Any:
         """Return the object for a received reference."""
 
+    def listed(self, position: int, type_name: str) -> Any:
+        """Return the object for a handle that the payload lists; IndexError if it does not."""
+
     def as_type(self, wanted: Any, value: Any) -> Any:
         """Return a value as a type that msgspec does not know; NotImplementedError if it cannot be."""
 
 
-def _to_extension(parts: list[Any], converter: Converter, value: Any) -> Ext:
+def _to_extension(parts: list[Any], handles: list[PassedHandle], converter: Converter, value: Any) -> Ext:
     """Return what stands in the body for a value that msgspec does not know; add the memory of a large array."""
     if isinstance(value, np.ndarray):
         return _pack_array(parts, value.view(np.ndarray) if type(value) is not np.ndarray else value, _PLAIN_ARRAY)
@@ -75,6 +82,11 @@ def _to_extension(parts: list[Any], converter: Converter, value: Any) -> Ext:
     found = converter.to_wire(value)
     if isinstance(found, Reference):
         name = printable(found.type_name, _TYPE_NAME_LIMIT).encode()
+        if found.listed is not None:
+            if len(handles) >= HANDLES_LIMIT:
+                raise TypeError(f"cannot send more than {HANDLES_LIMIT} handles at a time")
+            handles.append(found.listed)
+            return Ext(_REFERENCE, struct.pack("<BQ", _LISTED, len(handles) - 1) + name)
         return Ext(_REFERENCE, struct.pack("<BQ", found.is_senders, found.number) + name)
     if found is None:
         raise TypeError(
@@ -96,15 +108,16 @@ def _pack_array(parts: list[Any], array: Array, form: int) -> Ext:
     return Ext(_PART, prefix + struct.pack("<I", len(parts) - 1))
 
 
-def pack(value: Any, converter: Converter) -> list[Any]:
-    """Return the parts of a value: bytes, then the memory of its large arrays.
+def pack(value: Any, converter: Converter, handles: list[PassedHandle] | None = None) -> list[Any]:
+    """Return the parts of a value: bytes, then the memory of its large arrays; add to `handles` what payloads list.
 
     Raises:
         TypeError: there is something in it that cannot be sent.
     """
     parts: list[Any] = [b""]
+    listed = [] if handles is None else handles
     try:
-        parts[0] = msgspec.msgpack.encode(value, enc_hook=functools.partial(_to_extension, parts, converter))
+        parts[0] = msgspec.msgpack.encode(value, enc_hook=functools.partial(_to_extension, parts, listed, converter))
     except (OverflowError, ValueError) as error:
         raise TypeError(f"cannot send the value: {error}") from error
     except RecursionError:
@@ -122,6 +135,11 @@ def _extension(code: int, data: memoryview) -> Any:
     if code == _REFERENCE and 9 <= len(data) <= 9 + 4 * _TYPE_NAME_LIMIT:
         whose, number = struct.unpack_from("<BQ", data)
         name = printable(bytes(data[9:]).decode("utf-8", "replace"), _TYPE_NAME_LIMIT)
+        if whose == _LISTED:
+            try:
+                return converter.listed(number, name)
+            except IndexError:
+                raise NotAValueError(f"handle {number} is not in the payload") from None
         if whose not in (0, 1) or not 0 < number < 1 << 60:
             raise NotAValueError("not a reference")
         return converter.reference(Reference(bool(whose), number, name))

@@ -9,13 +9,16 @@ they are in the message; otherwise the message has their sizes, and they travel 
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
 from covey.base.errors import RemoteProtocolError
 from covey.base.numbers import PRIORITIES, REALTIME
-from covey.wire.messages import Story, Text, Worded
+from covey.wire.messages import SeatNumber, Story, Text, Worded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CALL_INLINE_BYTES: Final = 48 * 1024
 """A payload of up to this many bytes is in the message itself, which is below the 64 KiB of a message sent at once."""
@@ -25,13 +28,19 @@ PART_LIMIT: Final = 1 << 46
 """Bytes of one part, as far as the format is concerned; the receiver has a limit for their sum."""
 FUNCTION_NAME_LIMIT: Final = 200
 """Characters of a function's name."""
+HANDLES_LIMIT: Final = 256
+"""Handles in one payload."""
 CREDIT_LIMIT: Final = 1024
 """Items of a stream that may be under way."""
 TRACEBACK_LINES_LIMIT: Final = 60
 """Lines of a traceback."""
 
+OBJECT_KEY_BYTES: Final = 16
+"""The length of an object's key."""
+
 CallNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
 ObjectNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+ExportedNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
 CallName = Annotated[str, msgspec.Meta(max_length=FUNCTION_NAME_LIMIT)]
 Line = Annotated[str, msgspec.Meta(max_length=300)]
 Remaining = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -59,11 +68,23 @@ NO_RESULT: Final = 8
 """The function returned something that cannot be sent."""
 
 
-class CallPayload(msgspec.Struct, frozen=True, array_like=True):
+class PassedHandle(msgspec.Struct, frozen=True, array_like=True):
+    """A handle of an exported object, on its way to another node."""
+
+    owner: SeatNumber
+    """The node that has exported the object."""
+    target: ExportedNumber
+    key: Annotated[bytes, msgspec.Meta(min_length=OBJECT_KEY_BYTES, max_length=OBJECT_KEY_BYTES)]
+    """That of the object: only nodes that have a handle know it."""
+
+
+class CallPayload(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """Parts, or their sizes; one of both is empty."""
 
     inline: Inline = ()
     sizes: Sizes = ()
+    handles: Annotated[tuple[PassedHandle, ...], msgspec.Meta(max_length=HANDLES_LIMIT)] = ()
+    """Those in the value, which refers to them by their position here; only under the feature `PASSED_HANDLES`."""
 
     @property
     def total_bytes(self) -> int:
@@ -129,11 +150,41 @@ class StreamCredit(msgspec.Struct, frozen=True, array_like=True, tag=6):
 class ReferenceRelease(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """The sender drops references to an exported object: as many as it received."""
 
-    target: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
+    target: ExportedNumber
     references: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+    key: Annotated[bytes, msgspec.Meta(max_length=OBJECT_KEY_BYTES)] = b""
+    """That of the handles, if they have one."""
 
 
-CallMessage = CallRequest | CallResult | CallFailure | CallCancel | StreamItem | StreamCredit | ReferenceRelease
+class ReferenceShare(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """The sender, which holds a handle of the receiver's object, passes it on to another node."""
+
+    target: ExportedNumber
+    taker: SeatNumber
+    is_withdrawn: bool = False
+    """Whether it does not do so after all: the call was never sent."""
+
+
+class ReferenceClaim(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """The sender was passed a handle of the receiver's object, and holds it from now on."""
+
+    target: ExportedNumber
+    giver: SeatNumber
+    key: Annotated[bytes, msgspec.Meta(min_length=OBJECT_KEY_BYTES, max_length=OBJECT_KEY_BYTES)]
+
+
+ReferenceMessage = ReferenceRelease | ReferenceShare | ReferenceClaim
+CallMessage = (
+    CallRequest
+    | CallResult
+    | CallFailure
+    | CallCancel
+    | StreamItem
+    | StreamCredit
+    | ReferenceRelease
+    | ReferenceShare
+    | ReferenceClaim
+)
 
 _call_messages: msgspec.msgpack.Decoder[CallMessage] = msgspec.msgpack.Decoder(CallMessage)
 encode_call_message = msgspec.msgpack.Encoder().encode
@@ -147,7 +198,9 @@ def decode_call_message(data: bytes) -> CallMessage:
         raise RemoteProtocolError(f"not a message about a call: {error}") from error
 
 
-def payload_of(parts: list[bytes]) -> CallPayload:
+def payload_of(parts: list[bytes], handles: Sequence[PassedHandle] = ()) -> CallPayload:
     """Return the payload of a message: the parts themselves if they are small, else their sizes."""
     sizes = tuple(map(len, parts))
-    return CallPayload(sizes=sizes) if sum(sizes) > CALL_INLINE_BYTES else CallPayload(inline=tuple(map(bytes, parts)))
+    if sum(sizes) > CALL_INLINE_BYTES:
+        return CallPayload(sizes=sizes, handles=tuple(handles))
+    return CallPayload(inline=tuple(map(bytes, parts)), handles=tuple(handles))

@@ -149,7 +149,7 @@ def test_every_message_about_calls_is_listed_with_its_tag_and_fields() -> None:
     assert tags_of(rows) == {name: kind.__struct_config__.tag for name, kind in known.items()}
     for row in rows:
         assert documented_fields(row[2]) == fields_of(known[named(row[1])[0]]), row
-    assert calls.CallPayload.__struct_fields__ == ("inline", "sizes")
+    assert calls.CallPayload.__struct_fields__ == ("inline", "sizes", "handles")
 
 
 def test_the_kinds_of_failed_calls_and_the_tags_and_limits_of_calls_are_as_written() -> None:

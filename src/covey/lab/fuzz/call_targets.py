@@ -39,6 +39,10 @@ class PlainConverter:
         """Return a double."""
         return HandleDouble()
 
+    def listed(self, position: int, type_name: str) -> Any:
+        """Return a double for the one handle that the payload lists."""
+        return [HandleDouble()][position]
+
     def as_type(self, wanted: Any, value: Any) -> Any:
         """Refuse."""
         raise NotImplementedError(f"expected {wanted}, got {type(value).__name__}")
@@ -141,7 +145,9 @@ def _extensions() -> list[Ext]:
     shapes = [b"", (65536).to_bytes(8, "little"), (8192).to_bytes(8, "little"), bytes(8), (4).to_bytes(8, "little") * 2]
     tails = [b"", (1).to_bytes(4, "little"), bytes(4), (9).to_bytes(4, "little"), b"12345678", bytes(64)]
     arrays = [Ext(code, head + shape + tail) for code in (1, 2) for head in heads for shape in shapes for tail in tails]
-    references = [bytes((whose,)) + number.to_bytes(8, "little") for whose in (0, 1, 2) for number in (0, 7, 1 << 61)]
+    references = [
+        bytes((whose,)) + number.to_bytes(8, "little") for whose in (0, 1, 2, 3) for number in (0, 7, 1 << 61)
+    ]
     return [
         *arrays[::7],
         *(Ext(3, each + name) for each in references for name in (b"Type", b"T" * 120)),

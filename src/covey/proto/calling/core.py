@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from covey.proto.calling.effects import CallEffect, ReleaseObject
+from covey.proto.calling.effects import CallEffect, CountReference, TakeHandles
 from covey.proto.calling.incoming import CALL_PAYLOAD_BYTES, HANDLERS, IncomingCalls
 from covey.proto.calling.outgoing import OutgoingCalls
 from covey.wire import calls as wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+_WITH_PAYLOAD: Final = (wire.CallRequest, wire.CallResult, wire.StreamItem)
 
 
 class Calling:
@@ -29,6 +32,8 @@ class Calling:
         Raises:
             RemoteProtocolError: no correct node sends it now; the peer must be treated as lost.
         """
+        if isinstance(message, _WITH_PAYLOAD) and message.payload.handles:
+            self.waiting.append(TakeHandles(peer, message.payload))
         match message:
             case wire.CallRequest():
                 self.incoming.called(peer, message, now)
@@ -40,8 +45,8 @@ class Calling:
                 self.outgoing.answered(peer, message, now)
             case wire.StreamItem():
                 self.outgoing.item(peer, message)
-            case wire.ReferenceRelease(target, references):
-                self.waiting.append(ReleaseObject(peer, target, references))
+            case wire.ReferenceRelease() | wire.ReferenceShare() | wire.ReferenceClaim():
+                self.waiting.append(CountReference(peer, message))
 
     def fetched(self, peer: int, number: int, parts: Any, now: float, *, is_answer: bool) -> None:
         """Take the parts of a payload; None if they do not come."""

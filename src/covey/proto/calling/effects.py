@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from covey.base.numbers import REALTIME
 
 if TYPE_CHECKING:
-    from covey.wire.calls import CallFailure, CallMessage, CallPayload, CallRequest, CallResult
+    from covey.wire.calls import CallFailure, CallMessage, CallPayload, CallRequest, CallResult, ReferenceMessage
 
 
 class CallEnding(enum.Enum):
@@ -101,12 +101,25 @@ class CloseStream(NamedTuple):
     number: int
 
 
-class ReleaseObject(NamedTuple):
-    """The peer drops references to an exported object."""
+class CountReference(NamedTuple):
+    """Count what the peer says of handles of an exported object (`proto.references`)."""
 
     peer: int
-    target: int
-    references: int
+    message: ReferenceMessage
+
+
+class TakeHandles(NamedTuple):
+    """Claim the handles that a payload of the peer lists, before anything is done with its value."""
+
+    peer: int
+    payload: CallPayload
+
+
+class GiveUpHandles(NamedTuple):
+    """Withdraw the handles of a payload that is never sent to the peer."""
+
+    peer: int
+    payload: CallPayload
 
 
 CallEffect: TypeAlias = (
@@ -119,5 +132,7 @@ CallEffect: TypeAlias = (
     | StepStream
     | StopHandler
     | CloseStream
-    | ReleaseObject
+    | CountReference
+    | TakeHandles
+    | GiveUpHandles
 )

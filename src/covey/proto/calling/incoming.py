@@ -22,6 +22,7 @@ from covey.proto.calling.effects import (
     CallEffect,
     CloseStream,
     FetchParts,
+    GiveUpHandles,
     RefuseParts,
     RunHandler,
     SendMessage,
@@ -218,6 +219,8 @@ class IncomingCalls:
         if served is None:
             return
         if served.is_answered:
+            if payload.handles:
+                self._effects.append(GiveUpHandles(peer, payload))
             self._leave_over(served, _CallState.UNCLOSED)
         else:
             served.credit -= 1
@@ -240,6 +243,8 @@ class IncomingCalls:
                 answer = wire.CallFailure(number, wire.CANCELLED, "", "the handler was cancelled")
             self._effects.append(SendMessage(peer, answer, parts, served.request.priority))
             self._note_answer(served)
+        elif isinstance(answer, wire.CallResult) and answer.payload.handles:
+            self._effects.append(GiveUpHandles(peer, answer.payload))
         self._forget(served)
         if self._for_memory.count or self._for_handler.count or self._answered.lines:
             self._proceed()

@@ -18,6 +18,7 @@ from covey.proto.calling.effects import (
     Conclude,
     DeliverItem,
     FetchParts,
+    GiveUpHandles,
     RefuseParts,
     SendMessage,
 )
@@ -133,6 +134,8 @@ class OutgoingCalls:
             found = (waiting.pop(number, None) for waiting in self._waiting.get(peer, ()))
             if (made := next(filter(None, found), None)) is None:
                 return False
+            if made.payload.handles:
+                self._effects.append(GiveUpHandles(peer, made.payload))
         self._conclude(made, why)
         return True
 

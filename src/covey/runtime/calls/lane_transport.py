@@ -15,6 +15,7 @@ from covey.base.errors import ClosedError, MismatchError, PeerLostError, RemoteP
 from covey.proto.calling.tags import ANSWER_PARTS
 from covey.runtime import loop as control
 from covey.runtime.calls.lanes import CallLanes
+from covey.wire.versions import PASSED_HANDLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,6 +62,14 @@ class LaneTransport:
     def seat(self) -> Seat:
         """This node."""
         return self._node.peers.seat
+
+    def lists_handles(self) -> bool:
+        """Tell whether all nodes of the run know lists of handles."""
+        return PASSED_HANDLES in self._node.speaks.features
+
+    def is_member(self, seat: Seat) -> bool:
+        """Tell whether a seat is that of a node of the run."""
+        return seat == self.seat or seat in self._node.peers
 
     def send(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Send messages of at most 64 KiB to peers, now. Messages to one peer arrive in order."""

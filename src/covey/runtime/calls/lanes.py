@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from covey.runtime.messages.messenger import Messenger
     from covey.runtime.peers.peer_table import PeerTable
     from covey.runtime.views.generation import Generation
+    from covey.wire.versions import Agreement
 
 ANSWERS_FLUSH_SECONDS: Final = 2.0
 """How long leaving a run may take to deliver the last answers."""
@@ -57,6 +58,9 @@ class CallingNode(Protocol):
 
     @property
     def generation(self) -> Generation | None: ...
+
+    @property
+    def speaks(self) -> Agreement: ...
 
 
 class _Seats:

@@ -18,7 +18,6 @@ from covey.base.errors import (
     CallRefusedError,
     ClosedError,
     CoveyError,
-    RemoteProtocolError,
 )
 from covey.base.numbers import REALTIME, Rank, Seat
 from covey.base.text import printable
@@ -29,6 +28,7 @@ from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
 from covey.runtime.calls.functions import FunctionRegistry, too_large
 from covey.runtime.calls.objects import Converters, ExportedObjects, Handle
+from covey.runtime.calls.passing import HandlePassing
 from covey.runtime.calls.serving import Serving
 from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, MadeCall, MadeCalls, StreamState
@@ -94,8 +94,9 @@ class CallService:
         self._transport: CallTransport = self._loopback if others is None else others
         self.seat = self._loopback.seat
         self.exported = ExportedObjects(self.seat)
-        self._converters = Converters(self, self.seat, self.exported)
-        self.made = MadeCalls(self, self._transport_to, self._transport.work_ended)
+        self._converters = Converters(self, self.seat, self.exported, self._transport.lists_handles)
+        self._passing = HandlePassing(self, self.seat, self.exported, self._transport.is_member)
+        self.made = MadeCalls(self, self._transport_to, self._transport.work_ended, self._passing.taken)
         self._serving = Serving(
             self,
             self.functions,
@@ -103,6 +104,7 @@ class CallService:
             self._converters,
             transport=self._transport,
             name=f"{name} calls",
+            passing=self._passing,
             message_bytes=config.call_bytes,
         )
         self._performers: dict[type[Any], Callable[[Any], None]] = {
@@ -115,7 +117,9 @@ class CallService:
             done.CloseStream: self._serving.close_stream,
             done.FetchParts: self._fetch,
             done.RefuseParts: self._refuse,
-            done.ReleaseObject: self._release,
+            done.CountReference: self._passing.count,
+            done.TakeHandles: self._passing.take,
+            done.GiveUpHandles: self._passing.give_up,
         }
         """By effect of the core: what performs it."""
 
@@ -138,11 +142,11 @@ class CallService:
         priority: int = REALTIME,
     ) -> Any:
         """Call a function and return its result; see `Node.call`. `rank` is what errors call the peer."""
-        made, parts = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
+        made, payload, apart = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
         work: CallWork[Any] = CallWork(made, self)
         try:
             with HeldSignals(self._transport.wake_poll) as held:  # Ctrl-C must not leave a message half sent
-                self._start(peer, name, parts, work, target=target, credit=0, priority=priority)
+                self._start(peer, name, payload, apart, work, target=target, credit=0, priority=priority)
                 self._transport.drive_once(work, held)
             return work.wait()
         except BaseException:  # the call has failed, or the wait was interrupted
@@ -164,10 +168,10 @@ class CallService:
         priority: int = REALTIME,
     ) -> CallWork[Any]:
         """Start a call; see `Node.call_async`."""
-        made, parts = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
+        made, payload, apart = self._prepared("call", peer, name, args, named, rank, timeout, decoder)
         work: CallWork[Any] = CallWork(made, self)
         with HeldSignals():
-            self._start(peer, name, parts, work, target=target, credit=0, priority=priority)
+            self._start(peer, name, payload, apart, work, target=target, credit=0, priority=priority)
         self._transport.attend()
         return work
 
@@ -184,10 +188,10 @@ class CallService:
         priority: int = REALTIME,
     ) -> CallStream[Any]:
         """Start a stream; see `Node.stream`."""
-        made, parts = self._prepared("stream", peer, name, args, named, rank, timeout, decoder)
+        made, payload, apart = self._prepared("stream", peer, name, args, named, rank, timeout, decoder)
         state = StreamState(made)
         with HeldSignals():
-            number = self._start(peer, name, parts, state, target=0, credit=STREAM_CREDIT, priority=priority)
+            number = self._start(peer, name, payload, apart, state, target=0, credit=STREAM_CREDIT, priority=priority)
         self._transport.attend()
         return CallStream(self, peer, number, state)
 
@@ -201,12 +205,17 @@ class CallService:
         rank: int,
         timeout: float | None,
         decoder: ValueDecoder,
-    ) -> tuple[MadeCall, list[Any]]:
-        """Return how a call is made, and the parts of its arguments; CallRefusedError if it cannot be made."""
+    ) -> tuple[MadeCall, wire.CallPayload, list[Any] | None]:
+        """Return how a call is made, its payload, and its parts if they travel apart.
+
+        Raises:
+            CallRefusedError: it cannot be made.
+        """
         converter = self._converters[peer]
         seconds = self._config.timeout if timeout is None else check_timeout(timeout)
         made = MadeCall(_description(kind, name, rank), rank, seconds, decoder, converter)
-        parts = pack((args, named), converter)
+        handles: list[wire.PassedHandle] = []
+        parts = pack((args, named), converter, handles)
         size = sum(map(len, parts))
         if size > self._config.call_bytes:
             text = too_large(1, "the list of arguments", size, self._config.call_bytes).text
@@ -216,22 +225,24 @@ class CallService:
                 f"{made.description}: a name has 1 to {wire.FUNCTION_NAME_LIMIT} printable characters, "
                 "and no lone surrogates"
             )
-        return made, parts
+        self._passing.share(peer, handles)
+        payload = wire.payload_of(parts, handles)
+        return made, payload, parts if payload.sizes else None
 
     def _start(
         self,
         peer: Seat,
         name: str,
-        parts: list[Any],
+        payload: wire.CallPayload,
+        apart: list[Any] | None,
         call: CallWork[Any] | StreamState,
         *,
         target: int,
         credit: int,
         priority: int,
     ) -> int:
-        """Make a call; return its number. Signals are held."""
-        made, payload, now = call.made, wire.payload_of(parts), time.monotonic()
-        apart = parts if payload.sizes else None
+        """Make a call; return its number. `apart` are the parts of a large payload. Signals are held."""
+        made, now = call.made, time.monotonic()
         if apart is None:
             self._transport.note_small_call()
         with self._lock:
@@ -274,7 +285,8 @@ class CallService:
 
     def export(self, value: Any) -> Handle:
         """Return a handle of an object."""
-        return Handle(self, self.seat, self.exported.export(value), type(value).__qualname__)
+        number, key = self.exported.export(value)
+        return Handle(self, self.seat, number, type(value).__qualname__, key)
 
     def call_object(
         self, owner: Seat, target: int, method: str, args: tuple[Any, ...], named: dict[str, Any], timeout: float | None
@@ -282,14 +294,23 @@ class CallService:
         """Start to call a method of an exported object."""
         return self.call_async(owner, method, args, named, rank=owner, timeout=timeout, target=target)
 
-    def drop_handle(self, owner: Seat, target: int) -> None:
+    def drop_handle(self, owner: Seat, target: int, key: bytes) -> None:
         """Note that a handle is gone. On the control loop."""
         if self._is_closed:
             return
         if owner == self.seat:
-            self._serving.let_go(self.exported.drop(target, owner))
+            self.let_go(self.exported.drop(target, owner))
         else:
-            self._transport.send([(owner, wire.encode_call_message(wire.ReferenceRelease(target, 1)))])
+            self.tell_owner(done.SendMessage(owner, wire.ReferenceRelease(target, 1, key)))
+            self._perform()
+
+    def tell_owner(self, effect: done.SendMessage) -> None:
+        """Send a message about a handle with the next effects, after those that wait."""
+        self._core.waiting.append(effect)
+
+    def let_go(self, objects: list[Any]) -> None:
+        """Drop objects of the program, whose destructors may run then."""
+        self._serving.let_go(objects)
 
     # What the transport reports
 
@@ -464,9 +485,3 @@ class CallService:
             parts = None
         report = functools.partial(self._core.fetched, is_answer=is_answer)
         self._tell(report, peer, number, parts, time.monotonic())
-
-    def _release(self, effect: done.ReleaseObject) -> None:
-        try:
-            self._serving.let_go(self.exported.drop(effect.target, Seat(effect.peer), effect.references))
-        except RemoteProtocolError as error:
-            self.broke_protocol(Seat(effect.peer), error)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from covey.proto.calling.effects import CloseStream, RunHandler, StepStream, StopHandler
     from covey.runtime.calls.functions import CallableFunction, FunctionRegistry
     from covey.runtime.calls.objects import ExportedObjects, ValueConverter
+    from covey.runtime.calls.passing import HandlePassing
     from covey.runtime.calls.transport import CallTransport
 
 logger = logging.getLogger("covey")
@@ -96,9 +97,11 @@ class Serving:
         *,
         transport: CallTransport,
         name: str,
+        passing: HandlePassing,
         message_bytes: int,
     ) -> None:
         """`converters` has one for each peer that is asked for; `transport` runs short functions."""
+        self._passing = passing
         self._run_soon, self._note_small_call = transport.run_soon, transport.note_small_call
         self._converters = converters
         self._calls, self._functions, self._exported = calls, functions, exported
@@ -115,7 +118,8 @@ class Serving:
         process.calls_served += 1
         if effect.parts is None:
             self._note_small_call()
-        serving = _Serving(peer, request, effect.deadline, self._converters[peer])
+        converter = self._converters[peer].over(self._passing.taken(request.payload))
+        serving = _Serving(peer, request, effect.deadline, converter)
         self._under_way[serving.key] = serving
         parts = list(effect.parts or request.payload.inline)
         try:
@@ -354,8 +358,9 @@ class Serving:
 
     def _packed(self, serving: _Serving, value: Any, what: str) -> tuple[wire.CallPayload, Any]:
         """Return the payload of a value, and its parts if they travel apart; UnservedError if it cannot be sent."""
+        handles: list[wire.PassedHandle] = []
         try:
-            parts = pack(value, serving.converter)
+            parts = pack(value, serving.converter, handles)
         except (TypeError, CallRefusedError) as error:
             raise UnservedError(wire.NO_RESULT, f"{what}: {error}") from None
         except BaseException as error:  # code of the program, such as a property of what it returned
@@ -364,7 +369,11 @@ class Serving:
         if size > self._message_bytes:
             failure = too_large(serving.number, what, size, self._message_bytes)
             raise UnservedError(failure.kind, failure.text)
-        payload = wire.payload_of(parts)
+        try:
+            self._passing.share(serving.peer, handles)
+        except CallRefusedError as error:
+            raise UnservedError(wire.NO_RESULT, f"{what}: {error}") from None
+        payload = wire.payload_of(parts, handles)
         return payload, parts if payload.sizes else None
 
 

@@ -52,6 +52,12 @@ class CallTransport(Protocol):
     def seat(self) -> Seat:
         """This node."""
 
+    def lists_handles(self) -> bool:
+        """Tell whether all nodes of the run know lists of handles (`wire.versions.PASSED_HANDLES`)."""
+
+    def is_member(self, seat: Seat) -> bool:
+        """Tell whether messages can be sent to a seat: it is that of a node of the run, which may be lost."""
+
     def send(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Send messages of at most 64 KiB to peers, now. Messages to one peer arrive in order."""
 
@@ -109,6 +115,14 @@ class CallTransport(Protocol):
 
 class BackgroundTransport:
     """What callers need of a transport whose messages other threads receive, and whose payloads take no time."""
+
+    def lists_handles(self) -> bool:
+        """Return False: a handle is for the two nodes that a connection has."""
+        return False
+
+    def is_member(self, seat: Seat) -> bool:
+        """Return False: no other node is known."""
+        return False
 
     def note_small_call(self) -> None:
         """Do nothing: no parts are on their way."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from covey.base.errors import CoveyError
-    from covey.runtime.calls.objects import ValueConverter
+    from covey.runtime.calls.objects import Handle, ValueConverter
     from covey.runtime.calls.transport import CallTransport
     from covey.wire.call_values import ValueDecoder
 
@@ -70,10 +70,13 @@ class MadeCall(NamedTuple):
     decoder: ValueDecoder
     converter: ValueConverter
 
-    def decode(self, parts: Sequence[Any]) -> Any:
-        """Return the result, or an item; CallRefusedError if it is not of the type that the caller wants."""
+    def decode(self, parts: Sequence[Any], handles: Sequence[Handle | None]) -> Any:
+        """Return the result, or an item; CallRefusedError if it is not of the type that the caller wants.
+
+        `handles` are those that the payload listed.
+        """
         try:
-            return decoded(self.decoder.decode_raw, parts[0] if parts else b"", parts, self.converter)
+            return decoded(self.decoder.decode_raw, parts[0] if parts else b"", parts, self.converter.over(handles))
         except (TypeError, RemoteProtocolError) as error:
             raise CallRefusedError(f"{self.description}: the result cannot be used: {error}") from error
 
@@ -91,6 +94,7 @@ class CallWork(Work[T]):
         """Which call this is, once it was started."""
         self._parts: Sequence[Any] | None = None
         """The result as it came, until a thread asks for it."""
+        self._handles: Sequence[Handle | None] = ()
         self._decoding = threading.Lock()
 
     def cancel(self) -> bool:
@@ -102,9 +106,9 @@ class CallWork(Work[T]):
         if self._drive is not None:
             self._maker.aside(lambda: super(CallWork, self).call_back(callbacks))
 
-    def answered(self, parts: Sequence[Any]) -> None:
+    def answered(self, parts: Sequence[Any], handles: Sequence[Handle | None]) -> None:
         """End with a result, which is decoded on the thread that first asks for it."""
-        self._parts = parts
+        self._parts, self._handles = parts, handles
         self.conclude(None, None)
         if self._wakers or self._callbacks:
             self.notify()
@@ -118,10 +122,10 @@ class CallWork(Work[T]):
         with self._decoding:
             if self._parts is not None:
                 try:
-                    self._result = self.made.decode(self._parts)
+                    self._result = self.made.decode(self._parts, self._handles)
                 except Exception as error:
                     self._error = error
-                self._parts = None
+                self._parts, self._handles = None, ()
 
     def wait_or_cancel(self) -> T:
         """Wait for the end of a call that only its caller has; cancel it if the wait is interrupted (Ctrl-C)."""
@@ -144,10 +148,11 @@ class CallWork(Work[T]):
 class _Slot:
     """An item in the order of the stream; its parts may still be on the way."""
 
-    __slots__ = ("parts",)
+    __slots__ = ("handles", "parts")
 
     def __init__(self) -> None:
         self.parts: Sequence[Any] | None = None
+        self.handles: Sequence[Handle | None] = ()
 
 
 class StreamState:
@@ -168,10 +173,10 @@ class StreamState:
             self._slots.append(slot := _Slot())
             return slot
 
-    def arrived(self, slot: _Slot, parts: Sequence[Any]) -> None:
+    def arrived(self, slot: _Slot, parts: Sequence[Any], handles: Sequence[Handle | None]) -> None:
         """Fill a place."""
         with self._changed:
-            slot.parts = parts
+            slot.parts, slot.handles = parts, handles
             self._changed.notify_all()
         self._tell()
 
@@ -191,22 +196,22 @@ class StreamState:
         for listener in list(self.listeners):
             listener()
 
-    def take(self) -> Sequence[Any] | None:
-        """Return the parts of the next item; None if it has not come; raise StopIteration or the error at the end."""
+    def take(self) -> _Slot | None:
+        """Return the next item; None if it has not come; raise StopIteration or the error at the end."""
         with self._changed:
             return self._take()
 
-    def _take(self) -> Sequence[Any] | None:
+    def _take(self) -> _Slot | None:
         if self._slots and self._slots[0].parts is not None:
-            return self._slots.popleft().parts
+            return self._slots.popleft()
         if self._is_over and (self._error is not None or not self._slots):
             if self._error is not None:
                 raise self._error
             raise StopIteration
         return None
 
-    def wait(self) -> Sequence[Any]:
-        """Return the parts of the next item, once it has come; the stream's own timeout ends the wait."""
+    def wait(self) -> _Slot:
+        """Return the next item, once it has come; the stream's own timeout ends the wait."""
         with self._changed:
             while (found := self._take()) is None:
                 self._changed.wait()
@@ -248,22 +253,22 @@ class CallStream(Generic[T]):
         try:
             while True:
                 try:
-                    parts = self._state.take()
+                    slot = self._state.take()
                 except StopIteration:
                     raise StopAsyncIteration from None
-                if parts is not None:
-                    return self._decoded(parts)
+                if slot is not None:
+                    return self._decoded(slot)
                 await changed.wait()
                 changed.clear()
         finally:
             self._state.listeners.remove(tell)
 
-    def _decoded(self, parts: Sequence[Any]) -> T:
+    def _decoded(self, slot: _Slot) -> T:
         self._taken += 1
         if self._taken >= STREAM_CREDIT // 2:
             self._maker.taken(self._peer, self._number, self._taken)
             self._taken = 0
-        return self._state.made.decode(parts)  # type: ignore[no-any-return]
+        return self._state.made.decode(slot.parts or (), slot.handles)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Close the stream, and its generator on the other node. Closing twice is fine."""
@@ -302,9 +307,17 @@ class MadeCalls:
     """The calls of this node that have not ended, by peer and number. One thread at a time performs effects on them."""
 
     def __init__(
-        self, maker: CallMaker, transport_to: Callable[[Seat], CallTransport], work_ended: Callable[[], None]
+        self,
+        maker: CallMaker,
+        transport_to: Callable[[Seat], CallTransport],
+        work_ended: Callable[[], None],
+        handles_of: Callable[[wire.CallPayload], Sequence[Handle | None]],
     ) -> None:
-        """`transport_to` returns what carries calls to a node; `work_ended` is that of `CallTransport`."""
+        """`transport_to` returns what carries calls to a node; `work_ended` is that of `CallTransport`.
+
+        `handles_of` is `HandlePassing.taken`.
+        """
+        self._handles_of = handles_of
         self._maker, self._transport_to, self._work_ended = maker, transport_to, work_ended
         self.calls: dict[tuple[int, int], CallWork[Any] | StreamState] = {}
 
@@ -329,7 +342,7 @@ class MadeCalls:
         elif error is not None:
             call.fail(error)
         elif isinstance(outcome, wire.CallResult):
-            call.answered(effect.parts or outcome.payload.inline)
+            call.answered(effect.parts or outcome.payload.inline, self._handles_of(outcome.payload))
         self._work_ended()
 
     def deliver(self, effect: DeliverItem) -> None:
@@ -337,15 +350,15 @@ class MadeCalls:
         peer, number, payload = Seat(effect.peer), effect.number, effect.payload
         state = self.calls[peer, number]
         assert isinstance(state, StreamState), "the core has checked that it is a stream"
-        slot = state.reserve()
+        slot, handles = state.reserve(), self._handles_of(payload)
         if not payload.sizes:
-            state.arrived(slot, payload.inline)
+            state.arrived(slot, payload.inline, handles)
             return
 
         def then(parts: list[Any] | BaseException | None) -> None:
             made = state.made
             if isinstance(parts, list):
-                state.arrived(slot, parts)
+                state.arrived(slot, parts, handles)
                 return
             if parts is None:
                 size = payload.total_bytes
