@@ -66,7 +66,10 @@ def push(function: Callable[[list[Sample]], object], every: float = SAMPLES_PUSH
 
 
 def export_spans(provider: Any = None) -> SpanExport:
-    """Make a span of every operation that ends from now on, until the result is closed.
+    """Make a span of every operation, message and call from now on, until the result is closed.
+
+    Calls carry the trace context, so the spans of functions that they run on other nodes which export spans, too, and
+    of what those functions do, belong to the trace of the caller.
 
     `provider` is a tracer provider of OpenTelemetry; default: the one that the program has set.
 

@@ -15,7 +15,7 @@ from tests.support.attackers import resident_bytes
 from tests.support.waiting import DEADLINE
 
 import covey
-from covey.base.numbers import REALTIME
+from covey.base.numbers import REALTIME, Seat
 from covey.proto.calling.outgoing import CALLS_LIMIT
 from covey.proto.calling.tags import parts_tag
 from covey.runtime.calls.lane_transport import LaneTransport
@@ -27,7 +27,6 @@ from covey.wire import calls as wire
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.base.numbers import Seat
     from covey.runtime.calls.service import CallService
 
 VICTIM, HOSTILE, HONEST = range(3)
@@ -244,9 +243,9 @@ def test_only_what_was_exported_to_a_member_can_be_called_by_it() -> None:
         answers = None
         if group.rank == HOSTILE:
             it = Attacker(group)
-            it.say(wire.ReferenceShare(1, HOSTILE), wire.ReferenceShare(1, 1 << 20))
-            it.say(wire.ReferenceClaim(1, HONEST, bytes(16)), wire.ReferenceClaim(7, HONEST, bytes(16)))
-            guess = wire.PassedHandle(VICTIM, 1, bytes(16))
+            it.say(wire.ReferenceShare(1, Seat(HOSTILE)), wire.ReferenceShare(1, Seat(1 << 20)))
+            it.say(wire.ReferenceClaim(1, Seat(HONEST), bytes(16)), wire.ReferenceClaim(7, Seat(HONEST), bytes(16)))
+            guess = wire.PassedHandle(Seat(VICTIM), 1, bytes(16))
             for number, (target, method) in enumerate([(1, "open"), (2, "open"), (1, "__init__"), (1, "__class__")], 1):
                 it.say(request(number, method, target=target, payload=wire.CallPayload(NOTHING.inline, (), (guess,))))
             answers = it.await_answers(4)

@@ -161,6 +161,11 @@ class Work(Generic[T]):
         """
         return self._cancel is not None and not self.has_ended and self._cancel(self)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of an operation that has ended, as far as it is known now; None without one."""
+        return self._error
+
     def release(self, *, is_taken: bool = False) -> None:
         """Withdraw a receive, or give back what it took, because no caller will use the result; other works ignore it.
 

@@ -32,6 +32,8 @@ HANDLES_LIMIT: Final = 256
 """Handles in one payload."""
 CREDIT_LIMIT: Final = 1024
 """Items of a stream that may be under way."""
+TRACE_LIMIT: Final = 64
+"""Characters of a traceparent."""
 TRACEBACK_LINES_LIMIT: Final = 60
 """Lines of a traceback."""
 
@@ -106,6 +108,8 @@ class CallRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """How many items the caller takes at first; 0: it wants one result."""
     priority: Annotated[int, msgspec.Meta(ge=0, lt=len(PRIORITIES))] = REALTIME
     """Its class: those above it are served first."""
+    trace: Annotated[str, msgspec.Meta(max_length=TRACE_LIMIT)] = ""
+    """The W3C traceparent of the call, if its caller exports spans."""
 
 
 class CallResult(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -50,6 +50,7 @@ class _Made:
     """The items of a stream that may still come; 0 if there are none, or it is no stream."""
     is_stream: bool
     priority: int = REALTIME
+    trace: str = ""
     sent_as: int = 0
     """Its number in messages: those of requests grow. 0 while it waits."""
     is_concluded: bool = False
@@ -93,10 +94,11 @@ class OutgoingCalls:
         target: int = 0,
         credit: int = 0,
         priority: int = REALTIME,
+        trace: str = "",
     ) -> int:
         """Make a call, with `credit` a stream of that many items at first; return its number."""
         number = self._numbers[peer] = self._numbers.get(peer, 0) + 1
-        made = _Made(peer, number, name, payload, parts, deadline, target, credit, credit > 0, priority)
+        made = _Made(peer, number, name, payload, parts, deadline, target, credit, credit > 0, priority, trace)
         if peer in self._lost:
             self._conclude(made, self._lost[peer])
             return number
@@ -117,7 +119,9 @@ class OutgoingCalls:
             self._open[peer, number] = self._by_number[peer, made.number] = made
             self._open_to[peer] = self._open_to.get(peer, 0) + 1
             left = max(0.0, made.deadline - now)
-            request = wire.CallRequest(number, made.name, left, made.payload, made.target, made.credit, made.priority)
+            request = wire.CallRequest(
+                number, made.name, left, made.payload, made.target, made.credit, made.priority, made.trace
+            )
             self._effects.append(SendMessage(peer, request, made.parts, made.priority))
             made.payload, made.parts = _NO_PAYLOAD, None
         if not any(classes):

@@ -282,8 +282,6 @@ class ValueConverter(TensorConverter):
 
     def over(self, handles: Sequence[Handle | None]) -> ValueConverter:
         """Return a converter for the value of a payload that lists these handles."""
-        if not handles:
-            return self
         return ValueConverter(self._node, self._seat, self._peer, self._exported, self._lists_handles, handles)
 
     def to_wire(self, value: Any) -> tuple[Array, bool] | Reference | None:

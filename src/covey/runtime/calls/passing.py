@@ -106,8 +106,6 @@ class HandlePassing:
 
     def taken(self, payload: wire.CallPayload) -> Sequence[Handle | None]:
         """Return the handles of a payload, for what decodes its value: it has them alone from now on."""
-        if not payload.handles:
-            return ()
         found = self._claimed.pop(id(payload), None)
         return () if found is None else found[1]
 

@@ -26,6 +26,7 @@ from covey.proto.calling.core import Calling
 from covey.proto.calling.effects import CallEnding
 from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
+from covey.runtime import tracing
 from covey.runtime.calls.functions import FunctionRegistry, too_large
 from covey.runtime.calls.objects import Converters, ExportedObjects, Handle
 from covey.runtime.calls.passing import HandlePassing
@@ -225,7 +226,10 @@ class CallService:
                 f"{made.description}: a name has 1 to {wire.FUNCTION_NAME_LIMIT} printable characters, "
                 "and no lone surrogates"
             )
-        self._passing.share(peer, handles)
+        if handles:
+            self._passing.share(peer, handles)
+        if (tracer := tracing.active) is not None:
+            made = made._replace(span=tracer.call(name, rank, is_stream=kind == "stream"))
         payload = wire.payload_of(parts, handles)
         return made, payload, parts if payload.sizes else None
 
@@ -246,19 +250,25 @@ class CallService:
         if apart is None:
             self._transport.note_small_call()
         with self._lock:
-            if self._is_closed:
-                raise ClosedError(f"{made.description}: this node has left its run; join again")
-            if self._fault is not None and peer != self.seat:
-                raise self.ending_error(made.description)
+            if (refusal := self._refusal(made, peer)) is not None:
+                if made.span is not None:
+                    made.span.end(refusal)
+                raise refusal
             number = self._core.outgoing.call(
                 peer, name, payload, now + made.seconds, now, parts=apart, target=target, credit=credit,
-                priority=priority,
+                priority=priority, trace="" if made.span is None else made.span.trace,
             )  # fmt: skip
             self.made.calls[peer, number] = call
             if isinstance(call, CallWork):
                 call.key = peer, number
         self._perform()
         return number
+
+    def _refusal(self, made: MadeCall, peer: Seat) -> CoveyError | None:
+        """Return why no call can be made any more, if so."""
+        if self._is_closed:
+            return ClosedError(f"{made.description}: this node has left its run; join again")
+        return self.ending_error(made.description) if self._fault is not None and peer != self.seat else None
 
     def cancel(self, peer: Seat, number: int) -> bool:
         """Cancel a call; return False if it had ended already."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from covey.base.errors import CallRefusedError, ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.base.text import spell_error
+from covey.runtime import tracing
 from covey.runtime.calls.functions import UnservedError, failure_of, too_large
 from covey.runtime.calls.handlers import Caller, HandlerLoop, HandlerThreads, current_caller
 from covey.runtime.counters import process
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from covey.runtime.calls.objects import ExportedObjects, ValueConverter
     from covey.runtime.calls.passing import HandlePassing
     from covey.runtime.calls.transport import CallTransport
+    from covey.runtime.tracing import OpenSpan
 
 logger = logging.getLogger("covey")
 
@@ -77,8 +79,17 @@ class _Serving:
         self.context = contextvars.Context()
         """That of the function's own code; the next item of a stream may run on another thread."""
         self.context.run(current_caller.set, self.caller)
+        self.trace = request.trace
+        self.span: OpenSpan | None = None
+        """Its span, once it runs, if the program exports spans."""
         self.breach: RemoteProtocolError | None = None
         """What no correct node sends, if the arguments were that."""
+
+    def begin_span(self) -> None:
+        """Begin the span of the function, if spans are asked for. Where its code runs, before that."""
+        if (tracer := tracing.active) is not None and self.span is None:
+            self.span = tracer.served(self.caller.name, self.peer, self.trace)
+            self.span.enter(self.context)
 
     def unended(self) -> wire.CallFailure:
         """Return the answer if no other one could be made."""
@@ -118,7 +129,9 @@ class Serving:
         process.calls_served += 1
         if effect.parts is None:
             self._note_small_call()
-        converter = self._converters[peer].over(self._passing.taken(request.payload))
+        converter = self._converters[peer]
+        if request.payload.handles:
+            converter = converter.over(self._passing.taken(request.payload))
         serving = _Serving(peer, request, effect.deadline, converter)
         self._under_way[serving.key] = serving
         parts = list(effect.parts or request.payload.inline)
@@ -274,6 +287,10 @@ class Serving:
                 self._calls.yielded(serving.peer, serving.number, message.payload, parts)
             else:
                 self._under_way.pop(serving.key, None)
+                if serving.span is not None:
+                    serving.span.end(
+                        f"{message.error}: {message.text}" if isinstance(message, wire.CallFailure) else None
+                    )
                 self._calls.finished(serving.peer, serving.number, message, parts)
         if serving.breach is not None:
             self._calls.broke_protocol(serving.peer, serving.breach)
@@ -306,6 +323,8 @@ class Serving:
     def _call(self, serving: _Serving, parts: list[Any]) -> _Outcome:
         function = serving.function
         assert function is not None
+        if tracing.active is not None:
+            serving.begin_span()
         args, named = self._arguments(serving, parts)
         began = time.monotonic()
         try:
@@ -333,6 +352,10 @@ class Serving:
     async def _call_async(self, serving: _Serving, parts: list[Any]) -> _Outcome:
         function = serving.function
         assert function is not None
+        if tracing.active is not None:
+            serving.begin_span()
+        if serving.span is not None:
+            serving.span.enter()
         args, named = self._arguments(serving, parts)
         result = function.function(*args, **named)
         if not function.is_stream:
@@ -341,6 +364,8 @@ class Serving:
         return await self._next_async(serving)
 
     async def _next_async(self, serving: _Serving) -> _Outcome:
+        if serving.span is not None:
+            serving.span.enter()
         try:
             item = await anext(serving.generator)
         except StopAsyncIteration:
@@ -370,7 +395,8 @@ class Serving:
             failure = too_large(serving.number, what, size, self._message_bytes)
             raise UnservedError(failure.kind, failure.text)
         try:
-            self._passing.share(serving.peer, handles)
+            if handles:
+                self._passing.share(serving.peer, handles)
         except CallRefusedError as error:
             raise UnservedError(wire.NO_RESULT, f"{what}: {error}") from None
         payload = wire.payload_of(parts, handles)

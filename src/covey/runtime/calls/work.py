@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from covey.base.errors import CoveyError
     from covey.runtime.calls.objects import Handle, ValueConverter
     from covey.runtime.calls.transport import CallTransport
+    from covey.runtime.tracing import OpenSpan
     from covey.wire.call_values import ValueDecoder
 
 T = TypeVar("T")
@@ -69,6 +70,8 @@ class MadeCall(NamedTuple):
     """Its timeout."""
     decoder: ValueDecoder
     converter: ValueConverter
+    span: OpenSpan | None = None
+    """Its span, if the program exports spans."""
 
     def decode(self, parts: Sequence[Any], handles: Sequence[Handle | None]) -> Any:
         """Return the result, or an item; CallRefusedError if it is not of the type that the caller wants.
@@ -76,7 +79,8 @@ class MadeCall(NamedTuple):
         `handles` are those that the payload listed.
         """
         try:
-            return decoded(self.decoder.decode_raw, parts[0] if parts else b"", parts, self.converter.over(handles))
+            converter = self.converter.over(handles) if handles else self.converter
+            return decoded(self.decoder.decode_raw, parts[0] if parts else b"", parts, converter)
         except (TypeError, RemoteProtocolError) as error:
             raise CallRefusedError(f"{self.description}: the result cannot be used: {error}") from error
 
@@ -335,6 +339,8 @@ class MadeCalls:
         elif outcome.payload.sizes and effect.parts is None:
             size = outcome.payload.total_bytes
             error = CallRefusedError(f"{made.description}: there is no memory for its result of {size} bytes")
+        if made.span is not None:
+            made.span.end(error)
         process.calls_made += 1
         process.calls_failed += error is not None
         if isinstance(call, StreamState):
@@ -342,7 +348,8 @@ class MadeCalls:
         elif error is not None:
             call.fail(error)
         elif isinstance(outcome, wire.CallResult):
-            call.answered(effect.parts or outcome.payload.inline, self._handles_of(outcome.payload))
+            handles = self._handles_of(outcome.payload) if outcome.payload.handles else ()
+            call.answered(effect.parts or outcome.payload.inline, handles)
         self._work_ended()
 
     def deliver(self, effect: DeliverItem) -> None:
@@ -350,7 +357,7 @@ class MadeCalls:
         peer, number, payload = Seat(effect.peer), effect.number, effect.payload
         state = self.calls[peer, number]
         assert isinstance(state, StreamState), "the core has checked that it is a stream"
-        slot, handles = state.reserve(), self._handles_of(payload)
+        slot, handles = state.reserve(), self._handles_of(payload) if payload.handles else ()
         if not payload.sizes:
             state.arrived(slot, payload.inline, handles)
             return

@@ -13,6 +13,7 @@ from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.base.numbers import ANY, BULK
 from covey.base.setting_kinds import check_priority
 from covey.net.host.descriptors import explained
+from covey.runtime import tracing
 from covey.runtime.buffers import BYTES, Operand, StagedOperand, readable, writable
 from covey.runtime.group.issuer import whole_number
 from covey.wire import message_header
@@ -98,6 +99,8 @@ class Messages:
         the same tag and `priority` arrive in order. `critical` ones overtake `realtime` ones, and these `bulk`, which
         is the default unless the group has another one (`split`): those that wait to be sent.
         """
+        if tracing.is_wanted():
+            return self._traced("send", self.send, x, dst, tag, priority=priority, timeout=timeout, async_op=async_op)
         urgency = self._facts.priority if priority is None else check_priority(priority)
         if (
             urgency == BULK
@@ -161,6 +164,8 @@ class Messages:
             MismatchError: `out` has another size or dtype than the message, or the message is an object. The
                 message is dropped; the group stays usable.
         """
+        if tracing.is_wanted():
+            return self._traced("recv", self.recv, src, tag, out=out, timeout=timeout, async_op=async_op)
         deadline = None
         if not async_op:
             received, deadline = self.receive_short(out, src, tag, timeout)
@@ -211,6 +216,10 @@ class Messages:
         the tag `recv_tag`; default: `tag`. `x` and `out` must not share memory. If the send fails, the message that was
         received goes to the next `recv`.
         """
+        if tracing.is_wanted():
+            return self._traced(
+                "sendrecv", self.sendrecv, x, dst, src, tag, recv_tag=recv_tag, out=out, timeout=timeout
+            )
         data, code, shape, is_object = _payload(x)
         target = writable(out, is_read=False) if out is not None else None
         if target is not None and np.may_share_memory(data, target.flat):
@@ -326,6 +335,9 @@ class Messages:
 
         With `type`, `recv_object` must be called with it as well.
         """
+        if tracing.is_wanted():
+            options = {"type": type, "priority": priority, "allow_pickle": allow_pickle, "timeout": timeout}
+            return self._traced("send_object", self.send_object, value, dst, tag, async_op=async_op, **options)
         from covey.wire import objects  # slow to load, and many programs send no objects
 
         urgency = self._facts.priority if priority is None else check_priority(priority)
@@ -392,6 +404,9 @@ class Messages:
         async_op: bool = False,
     ) -> Any:
         """Return the next value from rank `src` with `tag`; see `broadcast_object` for the arguments."""
+        if tracing.is_wanted():
+            options = {"type": type, "allow_pickle": allow_pickle, "timeout": timeout}
+            return self._traced("recv_object", self.recv_object, src, tag, async_op=async_op, **options)
         from covey.wire import objects  # slow to load, and many programs send no objects
 
         objects.check_allowed(allow_pickle)
@@ -405,6 +420,15 @@ class Messages:
                 raise error.__class__(f"rank {message.source} sent a value that cannot be used: {error}") from error
 
         return self.receive(src, tag, None, finish, timeout, async_op)
+
+    def _traced(self, name: str, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Perform an operation on a message with a span; the rank and the tag are its last positional arguments."""
+        tracer, (peer, tag) = tracing.active, args[-2:]
+        if tracer is None:  # closed meanwhile
+            return operation(*args, **options)
+        facts = {"covey.group": self._facts.name, "covey.rank": self.rank, "covey.peer": peer, "covey.tag": tag}
+        attributes = {key: value for key, value in facts.items() if isinstance(value, int | str)}
+        return tracer.message(name, lambda: operation(*args, **options), attributes)
 
     def _send(
         self,

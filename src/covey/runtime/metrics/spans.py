@@ -1,4 +1,6 @@
-"""Spans for OpenTelemetry, made from the recorded operations on a thread of its own, so that operations stay fast."""
+"""Spans for OpenTelemetry. Those of collectives are made of the recorded operations, on a thread of its own, so that
+operations stay fast; those of calls and messages begin with them, and end on that thread (`tracing`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from covey.base.errors import ConfigError
 from covey.base.numbers import operation_name
+from covey.runtime import tracing
 from covey.runtime.counters import process
 from covey.runtime.recorder import FAILED, OUTCOMES, RUNNING, clock_ns
 
@@ -21,7 +24,7 @@ SPANS_JOIN_SECONDS: Final = 5.0
 
 
 class SpanExport:
-    """Makes a span of every operation that ends from now on, until it is closed."""
+    """Makes a span of each collective that ends from now on, and of messages and calls that begin, until it ends."""
 
     def __init__(self, provider: Any = None) -> None:
         """`provider` is a tracer provider of OpenTelemetry; default: the one that the program has set.
@@ -35,6 +38,7 @@ class SpanExport:
             raise ConfigError("spans need OpenTelemetry; install covey[otel] and opentelemetry-sdk") from error
         self._error = trace.Status(trace.StatusCode.ERROR)
         self._tracer = trace.get_tracer("covey", tracer_provider=provider)
+        self._calls = tracing.Tracer(trace, self._tracer)
         self._seen: weakref.WeakKeyDictionary[GroupCounters, int] = weakref.WeakKeyDictionary()
         """By group: the last operation that has a span, or that had ended before this was made."""
         for group in process.groups():
@@ -42,6 +46,7 @@ class SpanExport:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="covey-spans", daemon=True)
         self._thread.start()
+        tracing.opened(self._calls)
 
     def _run(self) -> None:
         is_last = False
@@ -50,6 +55,7 @@ class SpanExport:
             self._export()
 
     def _export(self) -> None:
+        self._calls.finish()
         clock = time.time_ns() - clock_ns()
         for group in process.groups():
             for record in _ended(group, self._seen.get(group, 0)):
@@ -77,6 +83,8 @@ class SpanExport:
 
     def close(self) -> None:
         """Make the spans of the operations that have ended, and make no more. Closing twice is fine."""
+        if not self._closing.is_set():
+            tracing.closed(self._calls)
         self._closing.set()
         self._thread.join(SPANS_JOIN_SECONDS)
 
