@@ -92,6 +92,28 @@ def test_a_worker_that_died_returns_with_its_rank(lab: Lab) -> None:
     assert end(coordinator)[0] == 0
 
 
+def test_functions_stay_registered_from_round_to_round(lab: Lab) -> None:
+    """Of two workers, and of one that is alone in its run."""
+    machine = lab.machine()
+    coordinator, address = coordinate(machine)
+    pair = [work(machine, address, f"w{number}", size=2) for number in range(2)]
+    alone = [work(machine, address, "alone", run="alone", size=1)]
+    for worker in (*pair, *alone):
+        assert heard(worker)[0] == "before"
+    for worker in (*pair, *alone):
+        assert heard(worker)[0] == "started"
+    assert ask([*pair, *alone], "register") == [["registered"]] * 3
+    for number in (1, 2):
+        assert ask(pair, "call") == [[[0, number], [1, number]]] * 2
+        assert ask(alone, "call") == [[[0, number]]]
+        if number == 1:
+            assert [said[3] for said in ask([*pair, *alone], "again")] == [2] * 3
+    for worker in (*pair, *alone):
+        assert end(worker)[0] == 0
+    coordinator.send_signal(signal.SIGINT)
+    assert end(coordinator)[0] == 0
+
+
 def test_the_workers_of_the_guide_meet_again_after_a_loss(lab: Lab) -> None:
     guide = (ROOT / "docs" / "guides" / "coordinator.md").read_text()
     example = ROOT / "examples" / "coordinated.py"

@@ -58,6 +58,11 @@ for line in sys.stdin:
         say(*told())
     elif order == "tell":
         say(*told(), node.problem)
+    elif order == "register":
+        node.group.node.register("who", lambda: [node.rank, node.round])
+        say("registered")
+    elif order == "call":
+        say(*(node.group.node.call(rank, "who") for rank in range(node.size)))
     elif order == "again":
         node.close()
         node.start()

@@ -15,7 +15,7 @@ from covey.base.text import printable
 from covey.net.discovery.host_rendezvous import local_address_towards, rendezvous_folder
 from covey.net.host.settings_files import effective_environment
 from covey.runtime.environment import ClusterOptions, LaunchedRank, is_loopback
-from covey.runtime.group.internals import checkpoint_state, engine_of
+from covey.runtime.group.internals import checkpoint_state, engine_of, functions_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from covey.base.config import GroupConfig
     from covey.coordinator import coordinator_pb2 as pb
     from covey.coordinator.session import Session
+    from covey.runtime.calls.functions import FunctionRegistry
     from covey.runtime.group.group import Group
     from covey.runtime.group.strategy import Strategy
 
@@ -98,7 +99,7 @@ class WorkerNode:
     `start` registers with the coordinator, waits for a rank, and joins the run as that rank. From then on the worker
     sends heartbeats by itself. If the coordinator goes away, the group is not affected: the worker registers again when
     it is back. After a loss that ended the group, `close` and `start` bring the worker into the next round, with the
-    same rank.
+    same rank, and with the functions that it has registered for calls.
     """
 
     def __init__(self, config: WorkerNodeConfig) -> None:
@@ -107,6 +108,8 @@ class WorkerNode:
         self._changing = threading.Lock()
         self._session: Session | None = None
         self._group: Group | None = None
+        self._functions: FunctionRegistry | None = None
+        """What the program has registered for calls in earlier rounds."""
         self._round = 0
         self._pid = 0
         """The process that started it."""
@@ -255,7 +258,7 @@ class WorkerNode:
             if reserved is not None:
                 reserved.close()
         launched = _launched(config.run, assigned)
-        self._group = join_at(launched, group, timeout=config.timeout, options=options)
+        self._group = join_at(launched, group, timeout=config.timeout, options=options, functions=self._functions)
         self._round = assigned.round
 
     def _group_options(self) -> tuple[ClusterOptions, GroupConfig]:
@@ -278,6 +281,7 @@ class WorkerNode:
         atexit.unregister(self.close)
         try:
             if group is not None:
+                self._functions = functions_of(group) or self._functions
                 group.close()
         finally:
             if session is not None:

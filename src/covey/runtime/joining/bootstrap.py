@@ -198,8 +198,12 @@ def join_at(
     *,
     timeout: float | None = None,
     options: ClusterOptions | None = None,
+    functions: FunctionRegistry | None = None,
 ) -> Group:
-    """Return the group of a launched rank."""
+    """Return the group of a launched rank.
+
+    Other nodes may call `functions`, which this process has registered in an earlier group.
+    """
     tracebacks.install()
     handle_user_signals()
     env = effective_environment()
@@ -208,6 +212,7 @@ def join_at(
         launched=launched,
         options=options or ClusterOptions(),
         wait=launcher_wait(env, timeout),
+        functions=functions,
     )
     return _join_launched(launched, target)
 
@@ -220,7 +225,10 @@ def _join_launched(launched: LaunchedRank, target: JoinTarget) -> Group:
             f"on_loss='continue' is for runs of up to {MAX_MEMBERS} ranks, and this one has {launched.size}"
         )
     if launched.size == 1:
-        return Group(Engine(None, 0, (Seat(0),), launched.name, config), None, local_rank=launched.local_rank or 0)
+        group = Group(Engine(None, 0, (Seat(0),), launched.name, config), None, local_rank=launched.local_rank or 0)
+        for name, known in ({} if target.functions is None else target.functions.by_name).items():
+            group.node.register(name, known.function)
+        return group
     from covey.runtime.joining.launched_links import launched_node
     from covey.runtime.peers.peer_table import ranks_of
 
