@@ -113,12 +113,14 @@ def test_the_calls_of_the_guide_to_collectives_run_on_two_ranks() -> None:
         given = {"group": group, "batch": [1] * (group.rank + 1), "Config": Config, "config": Config(0.1)}
         arrays = {name: np.full(4, group.rank, np.float32) for name in ("x", "gw", "gb")}
         names: dict[str, Any] = {**given, **arrays, "anything": {1, 2}, "__name__": "a_page"}
-        tour, mesh, types, messages, urgent, _, typed = blocks(page)
+        tour, mesh, types, messages, urgent, ahead, _, typed = blocks(page)
         run(page, tour, names)
         assert run(page, types, {**names, "x": names["x"].copy()})["names"] == ["north"] * 2
         run(page, mesh, {**names, "covey": covey, "x": names["x"].copy()})
         sent = run(page, messages, {**names, "np": np, "covey": covey})
         assert run(page, urgent, sent)["flag"].wait() == [2.0]
+        train_ahead = run(page, ahead, {"covey": covey})["train_ahead"]
+        assert train_ahead(group, [np.ones(3)] * 2, lambda: False)
         found = run(page, typed, {**names, "config": Config(0.1)})
         assert found["configs"] == [Config(0.1)] * 2
         assert found["tags"] == [{"a", "b"}] * 2
@@ -148,7 +150,7 @@ def test_the_asyncio_program_of_the_guide_to_collectives_runs() -> None:
     import asyncio
 
     page = "docs/guides/collectives.md"
-    names = run(page, blocks(page)[5], {"covey": covey})
+    names = run(page, blocks(page)[6], {"covey": covey})
     assert asyncio.run(names["main"]()) == 1
 
 
@@ -431,7 +433,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         "docs/guides/compression.md": 4,
         "docs/guides/running.md": 2,
         "docs/guides/elastic.md": 3,
-        "docs/guides/collectives.md": 7,
+        "docs/guides/collectives.md": 8,
         "docs/guides/arrays.md": 1,
         **dict.fromkeys(("README.md", "docs/guides/calls.md"), 3),
         "docs/guides/observing.md": 4,

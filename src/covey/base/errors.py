@@ -78,7 +78,7 @@ class AuthError(CoveyError):
 
 
 class CancelledError(CoveyError):
-    """The program cancelled the operation with `Work.cancel`; nothing of it was sent."""
+    """The program cancelled the operation with `Work.cancel`, a collective on some rank; nothing of it was sent."""
 
     remedy = Remedy.RETRY
 

@@ -152,12 +152,14 @@ class Work(Generic[T]):
         return self._error
 
     def cancel(self) -> bool:
-        """Cancel a message of which nothing was sent; return whether it was cancelled.
+        """Cancel a message, or a queued collective, of which nothing was sent; return whether it was cancelled.
 
         A `recv` or `probe` that is not done can be cancelled: `out` is not written any more, and the message goes to
         the next `recv` that matches. A `send` can be cancelled while it waits because the receiver has too many
-        messages; once it was announced to the receiver, it cannot. A collective cannot be cancelled: the other ranks
-        count on it. The work then raises CancelledError; otherwise it goes on as if this was not called.
+        messages; once it was announced to the receiver, it cannot. A collective that was issued inside of
+        `group.cancellable()` can be cancelled until its turn comes on this rank, and is cancelled on all ranks then;
+        others cannot, because the other ranks count on them. The work then raises CancelledError; otherwise it goes on
+        as if this was not called.
         """
         return self._cancel is not None and not self.has_ended and self._cancel(self)
 

@@ -30,15 +30,19 @@ class Call(NamedTuple):
 
 def make_call(operation: str, code: int | None, shape: tuple[int, ...] | None, **agreed: Any) -> Call:
     """Return the description of a call. Equal calls have equal fingerprints on all ranks."""
-    import hashlib  # slow to load: it loads OpenSSL
-
     words = []
     if code is not None:
         words.append(DTYPES[code].name + (str(list(shape)) if shape is not None else ""))
     words += [f"{name}={value}" for name, value in agreed.items() if value is not None]
     text = f"{operation}({', '.join(words)})"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return Call(OPERATIONS.index(operation), 255 if code is None else code, int.from_bytes(digest, "little"), text)
+    return Call(OPERATIONS.index(operation), 255 if code is None else code, fingerprint_of(text), text)
+
+
+def fingerprint_of(text: str) -> int:
+    """Return the fingerprint of a call with this text."""
+    import hashlib  # slow to load: it loads OpenSSL
+
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class HeardCalls(NamedTuple):

@@ -7,6 +7,7 @@ touches a lane in use, so that each lane is used by one thread at a time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -22,6 +23,7 @@ from covey.runtime.bell import Bell
 from covey.runtime.collectives import closure
 from covey.runtime.collectives.attempt import Attempt, DisagreedError, LinkMemory, Shortcuts
 from covey.runtime.collectives.call_log import CallLog
+from covey.runtime.collectives.cancelling import Cancellation, cancellable
 from covey.runtime.collectives.evidence import CallEvidence
 from covey.runtime.collectives.failure import Failure
 from covey.runtime.collectives.operation import NO_INFO, Backlog, CurrentAttempt, CurrentOperation
@@ -35,7 +37,7 @@ from covey.runtime.fault import Fault
 from covey.runtime.messages.routing import MessageRouting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from covey.base.config import GroupConfig
     from covey.runtime.collectives.atomic import AtomicOperations
@@ -113,6 +115,8 @@ class Engine:
         # Reentrant: a thread that Ctrl-C interrupts right after it acquired the lock must be able to close the group.
         self._issuing, self._is_issuing = threading.RLock(), False
         self._backlog = Backlog(name)
+        self._cancellable = 0
+        """In how many `cancellable` blocks the program is."""
         self._closure = closure.Closure(failure, self.routing, self._backlog)
         self._dropped = weakref.finalize(
             self,
@@ -286,17 +290,33 @@ class Engine:
             if self.failure.fault is not None or self.failure.is_closed:
                 self.suspicion.refuse(call)
             limit = self.config.timeout if timeout is None else check_timeout(timeout)
+            cancel = None
+            if self._cancellable:
+                cancellation = Cancellation(call, self.rank, self.name)
+                call, cancel = cancellable(call), cancellation.ask
+                body, then = cancellation.voted(body), cancellation.concluded(then)
             if not async_op and not self._backlog.unfinished:
                 return self.perform(call, body, then, limit, root)
             if not async_op and self._backlog.is_on_this_thread:
                 raise BusyError(f"{call.text} would wait for operations that wait for this callback; use async_op=True")
-            work: Work[Any] = self._backlog.add(self, call, body, then, limit, root)
+            work: Work[Any] = self._backlog.add(self, call, body, then, limit, root, cancel=cancel)
             return work if async_op else work.take()
         finally:
             self._is_issuing = False
             self._issuing.release()
             if self.shortcuts.all_reduce is not None:
                 self.open_shortcut()
+
+    @contextlib.contextmanager
+    def cancellable(self) -> Iterator[None]:
+        """Let operations that are issued meanwhile be cancelled before they begin; see `cancelling`."""
+        self._cancellable += 1
+        self.attempt.close_shortcut()  # what takes it sends at once
+        try:
+            yield
+        finally:
+            self._cancellable -= 1
+            self.open_shortcut()
 
     def refuse(self, call: Call) -> NoReturn:
         """Raise the error that keeps an operation from running: the group is closed or has ended."""
@@ -314,7 +334,13 @@ class Engine:
     def open_shortcut(self) -> None:
         """Let repeated small calls take the shortcut, unless another operation runs or the group is over."""
         failure, shortcut = self.failure, self.shortcuts.any
-        if self._is_issuing or self._backlog.unfinished or failure.fault is not None or failure.is_closed:
+        if (
+            self._is_issuing
+            or self._cancellable
+            or self._backlog.unfinished
+            or failure.fault is not None
+            or failure.is_closed
+        ):
             return
         if self.atomic is not None:
             self.atomic.open_shortcut(self.operation.sequence)

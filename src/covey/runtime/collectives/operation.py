@@ -153,9 +153,11 @@ class Backlog:
         then: Callable[[Any], Any] | None,
         limit: float,
         root: Rank,
+        *,
+        cancel: Callable[[Work[Any]], bool] | None = None,
     ) -> Work[Any]:
-        """Queue an operation for `performer`, and return its work."""
-        work: Work[Any] = Work(f"{call.text} of group {self._group!r}")
+        """Queue an operation for `performer`, and return its work; `cancel` is that of `Work`."""
+        work: Work[Any] = Work(f"{call.text} of group {self._group!r}", cancel=cancel)
         with self._counting:
             if self.unfinished >= QUEUE_LIMIT:
                 raise BusyError(

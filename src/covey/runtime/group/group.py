@@ -38,6 +38,7 @@ from covey.runtime.work import off_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from covey.base.numbers import Priority
@@ -322,6 +323,17 @@ class Group:
     def node(self) -> Node:
         """This process as the other nodes know it: functions that they may call, and calls to theirs."""
         return self._introspection.node()
+
+    def cancellable(self) -> AbstractContextManager[None]:
+        """Let collectives that are issued in the `with` block be cancelled: `work.cancel()` of queued ones.
+
+        A collective waits in the queue of its rank while earlier ones run. If a rank cancels it before its turn comes
+        there, no rank performs it: `wait` raises CancelledError on all of them, arrays stay as they were, and the next
+        collective follows. One that has begun on a rank that did not cancel it is cancelled all the same if another
+        rank cancels it in time, since ranks vote before they move data. All ranks have to issue it in such a block,
+        also with `async_op=False`. The vote takes as long as an `all_reduce` of one number.
+        """
+        return self._engine.cancellable()
 
     # Subgroups
 
