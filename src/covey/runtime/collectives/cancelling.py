@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from covey.runtime.collectives.attempt import Attempt
     from covey.runtime.work import Work
 
-CACHED_CALLS: Final = 1024
+CANCELLABLE_CALLS: Final = 1024
+"""Descriptions of such calls that are cached."""
 
 
-@functools.lru_cache(CACHED_CALLS)
+@functools.lru_cache(CANCELLABLE_CALLS)
 def cancellable(call: Call) -> Call:
     """Return the description of a call that may be cancelled: every rank must issue it in this way."""
     text = f"{call.text} in group.cancellable()"
