@@ -3,16 +3,13 @@
 All ranks tell what their machines have, and choose the newest checkpoint that is complete. One sends the manifest to
 all. Then each reads what it wants from its own disk, and gets the rest from ranks that have it: all of them compute who
 sends what, and begin again without the files that turn out to be damaged. Every chunk is checked.
-
-All ranks know which chunks move between them, so nothing is asked for. Each pair of ranks has a few chunks under way at
-a time in each direction, whatever the other pairs do: no pair waits for another one, and memory is bounded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +26,7 @@ from covey.base.text import printable
 from covey.proto.shards.choice import complete, found_checkpoints, local_needs, needed, none_complete, sendings
 from covey.proto.shards.layout import CheckpointLayout
 from covey.proto.shards.verdict import wanted_boxes
+from covey.runtime.group.chunk_transfer import ChunksIn, ChunksOut, transfer
 from covey.runtime.group.exchange import Exchange
 from covey.runtime.group.object_moves import ObjectMoves
 from covey.runtime.group.shard_saver import TermsExchange, folder_report, raise_failures, short
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from covey.proto.message import Received
     from covey.proto.shards.boxes import Box
     from covey.proto.shards.choice import FoundCheckpoint, Need
     from covey.runtime.group.issuer import Issuer
@@ -53,73 +50,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
     Target = Callable[[SavedArray, Box], Array]
-
-WINDOW: Final = 2
-"""Chunks under way between two ranks, in each direction."""
-
-
-class ChunksOut(NamedTuple):
-    """The chunks for one rank."""
-
-    chunks: int
-    chunk: Callable[[int], Bytes]
-    """Returns a chunk; it must have the size that the receiver expects."""
-
-
-class ChunksIn(NamedTuple):
-    """The chunks from one rank."""
-
-    sizes: Sequence[int]
-    take: Callable[[int, Bytes], None]
-    """Is called with each chunk, in no particular order; the memory is used again."""
-
-
-def transfer(
-    exchange: Exchange, outgoing: Mapping[int, ChunksOut], incoming: Mapping[int, ChunksIn]
-) -> dict[int, Exception]:
-    """Send and receive chunks, by rank; return the ranks with which that failed, and why.
-
-    Raises:
-        DeadlineError: nothing came in time.
-        CoveyError: the group has ended.
-    """
-    failed: dict[int, Exception] = {}
-    sent, posted = dict.fromkeys(outgoing, 0), dict.fromkeys(incoming, 0)
-
-    def send(rank: int) -> None:
-        if rank not in failed and sent[rank] < outgoing[rank].chunks:
-            number = sent[rank]
-            sent[rank] += 1
-            exchange.send(outgoing[rank].chunk(number), rank, number)
-
-    def receive(rank: int) -> None:
-        if rank not in failed and posted[rank] < len(incoming[rank].sizes):
-            number = posted[rank]
-            posted[rank] += 1
-            memory = np.empty(incoming[rank].sizes[number], np.uint8)
-
-            def landed(_: Received) -> Bytes:
-                return memory
-
-            exchange.receive(rank, number, memory, then=landed)
-
-    for _ in range(WINDOW):
-        for rank in incoming:
-            receive(rank)
-        for rank in outgoing:
-            send(rank)
-    others = sorted({*outgoing, *incoming})
-    while exchange.is_waiting:
-        done = exchange.next(others)
-        if done.error is not None:
-            failed.setdefault(done.peer, done.error)
-        elif done.result is None:
-            send(done.peer)
-        else:
-            if done.peer not in failed:
-                incoming[done.peer].take(done.number, done.result)
-            receive(done.peer)
-    return failed
 
 
 class LoadedArrays(NamedTuple):

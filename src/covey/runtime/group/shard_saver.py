@@ -36,9 +36,9 @@ from covey.net.host.run_notes import note_checkpoint
 from covey.proto.shards.choice import FoundCheckpoint, found_checkpoints, next_serial, to_delete
 from covey.proto.shards.layout import copy_targets, file_layout, folders_of, share_out
 from covey.proto.shards.verdict import judge, whole_arrays
+from covey.runtime.group.chunk_transfer import ChunksIn, ChunksOut, transfer
 from covey.runtime.group.exchange import Exchange
 from covey.runtime.group.object_moves import ObjectMoves
-from covey.runtime.group.shard_loader import ChunksIn, ChunksOut, transfer
 from covey.runtime.shards.folder import checkpoint_name, digest_of, open_folder
 from covey.runtime.shards.tree import first_difference
 from covey.wire import objects
