@@ -16,7 +16,7 @@ from covey.agent.data_sets import DataFile, DataManifest
 from covey.base.errors import ConfigError
 from covey.coordinator.state_file import StateFile
 from covey.net.audit import audit_log
-from covey.net.host import folders, last_wait, saved_figures, saved_runs
+from covey.net.host import folders, run_notes, saved_figures, saved_runs
 from covey.net.host.store_file import StoreFile
 from covey.net.keys import clusters, identity, owner, trust
 from covey.net.keys.clusters import Cluster
@@ -74,8 +74,8 @@ def save_run() -> None:
 
 def keep_wait() -> None:
     wait = Wait("nodes", "1 of 2 nodes so far")
-    last_wait.keep_wait(
-        last_wait.FailedWait(run="train", cluster="lab", at=time.time(), seconds=60.0, node="n", wait=wait)
+    run_notes.keep_wait(
+        run_notes.FailedWait(run="train", cluster="lab", at=time.time(), seconds=60.0, node="n", wait=wait)
     )
 
 
@@ -138,7 +138,7 @@ FILES: dict[str, tuple[Callable[[], Any], str, Callable[[bytes], bytes], Callabl
         keep_wait,
         "last-wait",
         as_json(format=2),
-        lambda: last_wait._read(folders.existing() / last_wait.LAST_WAIT_FILE),
+        lambda: run_notes._read_wait(folders.existing() / run_notes.LAST_WAIT_FILE),
     ),
     "run": (save_run, "history/*/about", as_json(format=2), saved_runs.past_runs),
     "pushed data": (
@@ -201,23 +201,23 @@ def test_the_state_of_a_later_coordinator_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_a_failed_wait_is_kept_for_its_cluster_until_its_run_has_begun() -> None:
-    assert last_wait.last_wait("lab") is None
+    assert run_notes.last_wait("lab") is None
     keep_wait()
-    found = last_wait.last_wait("lab")
+    found = run_notes.last_wait("lab")
     assert found is not None
     assert (found.run, found.wait.text) == ("train", "1 of 2 nodes so far")
-    assert last_wait.last_wait("home") is None
-    last_wait.forget_wait("evaluate", "lab")
-    assert last_wait.last_wait("lab") == found
-    last_wait.keep_wait(msgspec.structs.replace(found, at=found.at - last_wait.WAIT_RECENT_SECONDS - 1))
-    assert last_wait.last_wait("lab") is None
-    last_wait.keep_wait(found)
-    last_wait.forget_wait("train", "lab")
-    assert last_wait.last_wait("lab") is None
-    last_wait.keep_wait(found)
-    path = folders.existing() / last_wait.LAST_WAIT_FILE
+    assert run_notes.last_wait("home") is None
+    run_notes.forget_wait("evaluate", "lab")
+    assert run_notes.last_wait("lab") == found
+    run_notes.keep_wait(msgspec.structs.replace(found, at=found.at - run_notes.WAIT_RECENT_SECONDS - 1))
+    assert run_notes.last_wait("lab") is None
+    run_notes.keep_wait(found)
+    run_notes.forget_wait("train", "lab")
+    assert run_notes.last_wait("lab") is None
+    run_notes.keep_wait(found)
+    path = folders.existing() / run_notes.LAST_WAIT_FILE
     path.write_bytes(newer := as_json(format=2)(path.read_bytes()))
-    last_wait.keep_wait(found)
+    run_notes.keep_wait(found)
     assert path.read_bytes() == newer, "that of a later release stays"
     path.write_bytes(b"damaged")
-    assert last_wait.last_wait("lab") is None
+    assert run_notes.last_wait("lab") is None

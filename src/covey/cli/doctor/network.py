@@ -17,7 +17,7 @@ from covey.cli.doctor.limits import limiting_links
 from covey.cli.doctor.probes import MulticastListener
 from covey.cli.status.network import measured_networks
 from covey.net.discovery.interfaces import all_interfaces, bare_interfaces, describe, parse_pattern, usable_interfaces
-from covey.net.host.last_wait import last_wait
+from covey.net.host.run_notes import last_wait
 from covey.net.keys import clusters, owner
 from covey.net.keys.identity import own_ids
 from covey.runtime import loop as control

@@ -1,6 +1,10 @@
 """What the processes of a run note in its folder for `covey history`: its members, last reports, where checkpoints are.
 
 `covey run` names the folder to its processes. Notes are small, and a process that cannot write one goes on without.
+
+Another note is in one private file of the machine, `last-wait` in covey's folder: what the latest process waited for
+that gave up, so that `covey doctor` explains it after the timeout, too. A join of the same run removes it. It is a
+hint: if it cannot be written or read, there is none.
 """
 
 from __future__ import annotations
@@ -9,14 +13,27 @@ import contextlib
 import json
 import math
 import os
-from typing import TYPE_CHECKING, Final, NamedTuple
+import time
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
+import msgspec
+
+from covey.base.errors import ConfigError
 from covey.base.text import printable
+from covey.base.version import NewerFormatError, check_format, newer_file
+from covey.net.host import folders
+from covey.wire.messages import Wait  # noqa: TC001 - a field, which msgspec reads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+LAST_WAIT_FILE: Final = "last-wait"
+LAST_WAIT_FORMAT: Final = 1
+WAIT_RECENT_SECONDS: Final = 3600.0
+"""A wait that failed longer ago is not told: since then much may have changed."""
+
+Text = Annotated[str, msgspec.Meta(max_length=200)]
 KEPT_FOLDER: Final = "COVEY_KEPT_FOLDER"
 """The variable that names the folder."""
 REPORT_PREFIX: Final = "report-"
@@ -34,6 +51,69 @@ MEMBERS_FILE: Final = "members"
 MEMBERS_BYTES: Final = 64 << 10
 NOTED_MACHINES_LIMIT: Final = 64
 """Machines that are noted of a run."""
+
+
+class _FormatOnly(msgspec.Struct):
+    """The one field that every release reads first."""
+
+    format: int = LAST_WAIT_FORMAT
+
+
+class FailedWait(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that a process of this machine waited for, in vain."""
+
+    format: int = LAST_WAIT_FORMAT
+    run: Text
+    cluster: Text
+    at: float
+    """When it gave up, in seconds since 1970."""
+    seconds: float
+    """How long it had waited."""
+    node: Text
+    """Its name."""
+    wait: Wait
+    """What it waited for, in the words with which it would have answered a command."""
+
+
+def keep_wait(failed: FailedWait) -> None:
+    """Write down a wait that has failed; does nothing if that cannot be written. Blocks while it is written."""
+    with contextlib.suppress(ConfigError, OSError):
+        path = folders.home() / LAST_WAIT_FILE
+        _read_wait(path)  # that of a later release stays
+        folders.write_private(path, msgspec.json.encode(failed))
+
+
+def forget_wait(run: str, cluster: str) -> None:
+    """Remove the wait for this run, which has begun now."""
+    with contextlib.suppress(ConfigError, OSError, ValueError):
+        path = folders.existing() / LAST_WAIT_FILE
+        if path.exists() and (found := _read_wait(path)) is not None and (found.run, found.cluster) == (run, cluster):
+            path.unlink(missing_ok=True)
+
+
+def last_wait(cluster: str) -> FailedWait | None:
+    """Return the latest wait in a cluster that failed on this machine; None if it was long ago, or is not known."""
+    with contextlib.suppress(ConfigError, OSError):
+        found = _read_wait(folders.existing() / LAST_WAIT_FILE)
+        if found is not None and found.cluster == cluster and 0 <= time.time() - found.at <= WAIT_RECENT_SECONDS:
+            return found
+    return None
+
+
+def _read_wait(path: Path) -> FailedWait | None:
+    """Return what the file has; None if there is none, or it is damaged.
+
+    Raises:
+        ConfigError: a later release has written it, or others may read it.
+    """
+    try:
+        data = folders.read_private(path)
+        check_format(msgspec.json.decode(data, type=_FormatOnly).format, LAST_WAIT_FORMAT)
+        return msgspec.json.decode(data, type=FailedWait)
+    except NewerFormatError as error:
+        raise newer_file(path, error) from None
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 class LastReported(NamedTuple):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import AuthError, ClosedError, ConfigError, DeadlineError, RemoteProtocolError
 from covey.base.numbers import NO_RANK, Seat
 from covey.base.text import printable
-from covey.net.host.last_wait import FailedWait, forget_wait, keep_wait
+from covey.net.host.run_notes import FailedWait, forget_wait, keep_wait
 from covey.proto.joining import Agree, Bind, Joining, JoiningPace, Remember, Say
 from covey.runtime.joining import situation
 from covey.runtime.joining.cluster_links import ClusterLinks
