@@ -413,6 +413,9 @@ def test_14_names_and_lines_with_markup_are_shown_as_text(chromium: Chromium) ->
 
 
 def test_15_eight_tabs_share_one_stream(chromium: Chromium) -> None:
+    with scripted() as (_, served), chromium.viewer() as viewer:  # of a server that tells nothing new
+        until_text(viewer.page(served.new_link()), "#live-text", "old", GUARD)
+        until_text(viewer.page(served.new_link()), "#figures", "12", GUARD)
     with scripted() as (player, served), chromium.viewer() as viewer, living(player):
         tabs = [viewer.page(served.new_link())]
         tabs += [viewer.page(f"http://127.0.0.1:{served.port}/") for _ in range(7)]

@@ -45,7 +45,8 @@ channel.onmessage = ({ data }) => {
   else if (data.kind === "state" && token) become(data.state, data.detail);
   else if (data.kind === "who" && token) {
     channel.postMessage({ kind: "token", token });
-    if (latest && state === "live") channel.postMessage({ kind: "overview", overview: latest });
+    if (latest) channel.postMessage({ kind: "overview", overview: latest });
+    if (state !== "live") channel.postMessage({ kind: "state", state, detail: "" });
   }
   else if (data.kind === "token" && !token) remember(data.token);
 };
