@@ -205,7 +205,7 @@ def test_the_programs_of_the_guide_to_pytorch_run_alone(tmp_path: Path, monkeypa
     import covey.torch
 
     page = "docs/guides/pytorch.md"
-    init, late, save, store, diloco, norm, hook, elastic = blocks(page)
+    init, late, save, store, diloco, norm, hook, elastic, replicas = blocks(page)
     _, wrap, _ = blocks("README.md")
     model = torch.nn.Linear(2, 1)
     names: dict[str, Any] = {"covey": covey, "threading": threading, "torch": torch}
@@ -245,6 +245,15 @@ def test_the_programs_of_the_guide_to_pytorch_run_alone(tmp_path: Path, monkeypa
     loop = run(page, elastic, {**names, **given, "loss_fn": torch.nn.functional.mse_loss})
     assert loop["elastic"].done
     assert loop["elastic"].samples == 5 * 600
+    try:  # one process holds the whole of its replica
+        own = {**names, **given, "fully_shard": torch.distributed.fsdp.fully_shard, "model": torch.nn.Linear(2, 1)}
+        sharded = run(page, replicas.replace("shards=2", "shards=1"), own)
+        for indices in sharded["elastic"]:
+            sharded["model"](given["data"][indices]).square().mean().backward()
+            sharded["elastic"].step()
+        assert sharded["elastic"].samples == 600
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_codec_of_the_guide_to_compression_works(

@@ -7,10 +7,8 @@ import os
 import random
 import signal
 import time
-import traceback
 from collections import Counter
 from functools import partial
-from multiprocessing.connection import wait
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +17,18 @@ import pytest
 import torch
 from tests.support.in_turn import in_turn
 from tests.support.seeds import seeds
-from tests.support.torch_ranks import Started
 from tests.support.waiting import DEADLINE
+from tests.torch.party import Party, await_newcomer
 
 import covey.torch.training.elastic as elastic_module
 from covey.base.errors import ConfigError, MismatchError
 from covey.runtime.counters import process
-from covey.runtime.group.internals import engine_of
-from covey.runtime.keeper.keeper import LocalRun
 from covey.torch.training.checkpoint import load, save
 from covey.torch.training.elastic import Elastic
 from covey.torch.training.sampler import ElasticSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.connection import Connection
     from pathlib import Path
 
     from covey.wire.progress import ReportRow
@@ -148,105 +143,12 @@ def single(**options: Any) -> Training:
     return training
 
 
-# Processes
-
-
-class Party:
-    """Processes of one run, forked from one that has imported torch, whose keeper is this process."""
-
-    def __init__(self, size: int, program: Callable[..., Any]) -> None:
-        self._run, self._program = LocalRun(size), program
-        self._started: list[Started] = []
-        self._ends: dict[Connection, int] = {}
-        self.heard: list[tuple[int, str, Any]] = []
-        """Who said what, in the order it came: everything that was told, and `returned` or `gone`."""
-
-    def start(self, slot: int, *, restart: int = 0) -> int:
-        """Start a process; return its id."""
-        place = {name: str(value) for name, value in self._run.variables(slot).items()} | {
-            "COVEY_RESTART": str(restart)
-        }
-        started = Started(_serve, slot, place, self._run.token, self._program)
-        self._ends[started.end] = slot
-        self._started.append(started)
-        return started.process.pid
-
-    def await_heard(self, kind: str, slot: int | None = None) -> Any:
-        """Return the next thing of this kind that is heard from now on; other things are kept."""
-        until = time.monotonic() + DEADLINE
-        while True:
-            ready = wait(list(self._ends), max(0.0, until - time.monotonic()))
-            assert ready, f"no {kind!r} from {slot} in time; heard {self.heard[-20:]}"
-            for end in ready:
-                came = self._listen(end)
-                if came[1] == kind and slot in (None, came[0]):
-                    return came[2]
-
-    def await_all(self) -> dict[int, Any]:
-        """Return what all processes returned that are left."""
-        until = time.monotonic() + DEADLINE
-        while self._ends:
-            ready = wait(list(self._ends), max(0.0, until - time.monotonic()))
-            assert ready, f"{list(self._ends.values())} did not end; heard {self.heard[-20:]}"
-            for end in ready:
-                self._listen(end)
-        return {slot: value for slot, kind, value in self.heard if kind == "returned"}
-
-    def _listen(self, end: Any) -> tuple[int, str, Any]:
-        slot = self._ends[end]
-        try:
-            kind, value = end.recv()
-        except EOFError:
-            kind, value = "gone", None
-            del self._ends[end]
-            end.close()
-        assert kind != "failed", f"process {slot}: {value}"
-        self.heard.append((slot, kind, value))
-        return self.heard[-1]
-
-    def counts(self) -> dict[int, Counter[int]]:
-        """How often each sample was trained on, by epoch."""
-        counts: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(EPOCHS)}
-        for _, kind, value in self.heard:
-            if kind == "trained":
-                counts[value[0]].update(value[1])
-        return counts
-
-    def __enter__(self) -> Party:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._run.__exit__)
-            for started in self._started:
-                stack.push(started)
-
-
-def _serve(there: Connection, slot: int, place: dict[str, str], token: bytes, program: Callable[..., Any]) -> None:
-    here, writer = os.pipe()
-    os.write(writer, token)
-    os.close(writer)
-    os.environ |= place | {"COVEY_TOKEN_FD": str(here)}
-    try:
-        there.send(("returned", program(slot, lambda kind, value=None: there.send((kind, value)))))
-    except BaseException:
-        there.send(("failed", traceback.format_exc()))
-
-
-def await_newcomer(elastic: Elastic) -> None:
-    """Wait until this rank knows that somebody wants to get in."""
-    until = time.monotonic() + DEADLINE
-    while not engine_of(elastic.group).knows_change:
-        assert time.monotonic() < until
-        time.sleep(0.002)
-
-
 def compare_with_whole_batch(training: Training) -> None:
     """Check that averaged gradients are those of the samples of the ranks that are left."""
     elastic, model, shares = training.elastic, training.model, training.elastic._out
     assert shares is not None
     elastic.sync()
-    left = [index for rank in elastic.group.contributors for part in shares.by_rank[rank] for index in part]
+    left = [index for rank in elastic.group.contributors for part in shares.by_replica[rank] for index in part]
     assert len(elastic.group.contributors) == 2
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
     wanted = torch.autograd.grad(
@@ -302,7 +204,7 @@ def test_every_sample_counts_once_an_epoch_though_ranks_are_killed_and_cut_off_a
         party.await_heard("torn")
         os.kill(pids[2], signal.SIGCONT)
         returned = party.await_all()
-        assert party.counts() == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
+        assert party.counts(EPOCHS) == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
     assert all(done for done, *_ in returned.values())
     states = [state for _, state, *_ in returned.values()]
     assert states[0]["rest"][0] == EPOCHS * SAMPLES
@@ -340,7 +242,7 @@ def test_ranks_that_share_a_batch_compute_what_one_process_computes_and_one_may_
         for slot in range(3):
             party.start(slot)
         returned = party.await_all()
-        assert party.counts() == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
+        assert party.counts(EPOCHS) == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
     assert [returned[slot][0] for slot in range(3)] == [True, False, True]
     alone = single(clips=True).state()
     for slot in (0, 2):
@@ -445,7 +347,7 @@ def test_a_checkpoint_on_rank_0_is_enough_and_when_that_rank_is_lost_the_next_is
             party.start(slot)
         returned = party.await_all()
         rest = Counter(range(SAMPLES)) - Counter(index for share in told for index in share)
-        assert party.counts() == {0: rest, 1: Counter(range(SAMPLES)), 2: Counter(range(SAMPLES))}
+        assert party.counts(EPOCHS) == {0: rest, 1: Counter(range(SAMPLES)), 2: Counter(range(SAMPLES))}
         firsts = {value for _, kind, value in party.heard if kind == "first"}
     assert firsts == {(False, 0, True), (False, 1, False), (False, 2, False), (True, 1, True), (True, 2, False)}
     assert sorted(returned) == [1, 2]
@@ -634,7 +536,7 @@ def test_ranks_that_are_killed_at_any_moment_leave_the_others_with_equal_numbers
             if number == 0 and rng.random() < 0.7:
                 party.start(victim, restart=1)
         returned = party.await_all()
-        counts = party.counts()
+        counts = party.counts(EPOCHS)
     states = [state for done, state in returned.values() if done]
     assert len(states) >= 2
     assert states[0]["rest"][0] == EPOCHS * SAMPLES

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from covey.torch.training.elastic import Elastic
     from covey.torch.training.hooks import compress_hook, rescale_hook, weighted_hook
     from covey.torch.training.local_sgd import LocalSGD
+    from covey.torch.training.replica import ModelReplica
     from covey.torch.training.sampler import ElasticSampler
     from covey.torch.training.strategy import ProcessGroupStrategy
 
@@ -28,6 +29,7 @@ __all__ = [
     "Elastic",
     "ElasticSampler",
     "LocalSGD",
+    "ModelReplica",
     "ProcessGroupCovey",
     "ProcessGroupStrategy",
     "SyncBatchNorm",
@@ -47,6 +49,7 @@ _TORCH_HOMES = {
     "Elastic": "covey.torch.training.elastic",
     "ElasticSampler": "covey.torch.training.sampler",
     "LocalSGD": "covey.torch.training.local_sgd",
+    "ModelReplica": "covey.torch.training.replica",
     "ProcessGroupCovey": "covey.torch.backend.backend",
     "ProcessGroupStrategy": "covey.torch.training.strategy",
     "SyncBatchNorm": "covey.torch.training.batch_norm",

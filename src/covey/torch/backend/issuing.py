@@ -65,10 +65,14 @@ class TorchIssuer:
                     self._last = works[-1] if works else self._last
         except CoveyError as error:
             raise as_torchs(error) from error.__cause__
-        work = TorchWork(works, filled, self.notices, contributors)
+        work = self._work(works, filled, contributors)
         if not is_async:
             if works:
                 work.wait()
         elif len(filled) == 1 and filled[0].numel() <= LENT_ELEMENTS:
             self._lent.append(work)
         return work
+
+    def _work(self, works: list[Work[Any]], filled: list[torch.Tensor], contributors: list[int]) -> TorchWork:
+        """Return the handle of started operations."""
+        return TorchWork(works, filled, self.notices, contributors)

@@ -5,27 +5,31 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
+import numpy as np
 import torch
 
 from covey.base.errors import ConfigError, GroupChangedError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
 from covey.runtime.group.internals import is_newcomer, report_for_program, steps_between_checks
-from covey.runtime.joining.generations import generations
+from covey.runtime.joining.generations import MEMBERS_WAIT_SECONDS, ROUND_SECONDS, generations
 from covey.torch.training.drift import compare, digest, from_figures, to_figures
 from covey.torch.training.gradient_buckets import GradientBuckets
 from covey.torch.training.local_sgd import trained_by
-from covey.torch.training.sampler import Pace, by_speed, even
-from covey.torch.training.structure import hand_over, share_buffers
+from covey.torch.training.periodic_saves import PeriodicSaves
+from covey.torch.training.replica import WeightedReduceScatter
+from covey.torch.training.replicas import NO_STATE, Replicas
+from covey.torch.training.sampler import DealtBatch, Pace, by_speed, cut, even
+from covey.torch.training.structure import hand_over, local_part, share_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from covey.compress.policy import CompressValue
     from covey.runtime.group.group import Group
+    from covey.torch.training.replica import ModelReplica
     from covey.torch.training.sampler import ElasticSampler
 
 
@@ -90,7 +94,7 @@ class Elastic:
         batch: int,
         epochs: int = 1,
         scheduler: Any = None,
-        run: str | None = None,
+        replica: ModelReplica | None = None,
         balance: bool = False,
         micro_batch: int | None = None,
         overlap: bool = True,
@@ -114,10 +118,14 @@ class Elastic:
             )
         self._parts = {name: part for name, part in {**own, **(extra or {})}.items() if part is not None}
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._parameters = trained_by(optimizer, model)
+        self._replica, self._replicas = replica, None if replica is None else Replicas(replica)
+        self._reduce_scatter = WeightedReduceScatter()
+        self._parameters = self._trained()
         self._sampler, self._batch, self._epochs = sampler, batch, epochs
         self._micro_batch, self._is_overlapped = micro_batch, overlap
-        self._run, self._options, self._is_balanced = run, options, balance
+        self._options, self._is_balanced = options, balance
+        if replica is not None:
+            self._options.setdefault("min_size", replica.shards)
         self._seed, self._samples, self._lost = torch.initial_seed(), 0, 0
         self._pace = Pace()
         self._policy = None if compress is None else make_policy(compress, smallest=0)
@@ -128,15 +136,20 @@ class Elastic:
         self._reported = 0
         """Steps of the whole training, as views show them."""
         self._group: Group | None = None
-        self._sums: GradientBuckets
+        self._made: GradientBuckets | None = None
         self._working: Sequence[int] = ()
-        """The ranks that get shares: those that took part in the last step. Equal on all ranks."""
-        self._speeds: list[float] = []
-        self._out: _Out | None = None
-        self._is_outside = False
+        """The replicas that get shares: those that took part in the last step. Equal on all ranks. Without `replica=`,
+        each rank is one."""
+        self._speeds: Sequence[float] = []
+        self._out: DealtBatch | None = None
+        self._before: dict[str, Any] = {}
+        """The position before the batch that is out, if models are sharded."""
+        self._is_outside = self._has_state = False
+        self._saves: PeriodicSaves | None = None
+        self._saved_at = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        groups = cast("Generator[Group]", generations(self._run, **self._options))
+        groups = cast("Generator[Group]", generations(**self._options))
         with contextlib.closing(groups):
             for group in groups:
                 with contextlib.suppress(GroupChangedError):  # this process joins again with the next group
@@ -144,9 +157,14 @@ class Elastic:
                     try:
                         yield from self._shares(group)
                     finally:
-                        self._sums.close()
+                        if self._made is not None:
+                            self._made.close()
+                        if self._saves is not None:
+                            self._saves.settle()
+                        if self._replicas is not None:
+                            self._replicas.close()
                     if self.done:
-                        share_buffers(group, self._model)
+                        self._share_buffers()
                         return
 
     # Position
@@ -174,8 +192,10 @@ class Elastic:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the lowest remaining rank: the one that should print and save checkpoints."""
-        return self.rank == min(self._working)
+        """Whether this is the lowest remaining rank: the one that should print, and save what is not sharded."""
+        if self._replicas is None:
+            return self.rank == min(self._working)
+        return self.rank == self._replicas.formation.replicas[min(self._working)][0]
 
     @property
     def epoch(self) -> int:
@@ -204,13 +224,16 @@ class Elastic:
 
         After a micro-batch that is not the last one, it only puts the gradients aside.
         """
+        self._sync(is_early=True)
+
+    def _sync(self, *, is_early: bool) -> None:
         out = self._out
         if out is None:
             raise ConfigError("there is no batch to step for: call step() once for each share that the loop gives out")
-        if out.is_synced:
+        if out.is_synced or out.is_held:
             return
         self._follow_training()
-        samples = len(out.part)
+        samples = len(out.now)
         out.begun += 1
         if out.begun < len(out.parts) and not self._is_late(out):
             self._sums.hold(samples)
@@ -219,45 +242,78 @@ class Elastic:
         figures = self._sums.figures
         trained = sum(map(len, out.parts[: out.begun]))
         self._pace.measure(trained, time.perf_counter() - out.given_at)
-        figures.done[self.rank] = out.begun
+        figures.done[out.own] = out.begun
         if self._is_balanced:
-            figures.speeds[self.rank] = self._pace.speed
+            figures.speeds[out.own] = self._pace.speed
         if (every := steps_between_checks(self.group)) and self._steps % every == 0:
-            figures.digests[self.rank] = torch.tensor(to_figures(digest(self._parameters.values())))
+            own = [local_part(parameter) for parameter in self._parameters.values()]
+            figures.digests[out.own] = torch.tensor(to_figures(digest(own)))
         out.is_synced = True
         try:
-            self._working = self._sums.sum(samples, out.total)
+            self._working = self._sum(samples, out, is_early=is_early)
         except GroupChangedError:
             self._is_outside = True  # the other ranks continue; the loop joins again
             return
         self._settle(out)
         if out.trained:
             self._sums.store(out.total / out.trained)
-        self._speeds = figures.speeds.tolist() if self._is_balanced else []
+        if self._replicas is None:
+            self._speeds = figures.speeds.tolist() if self._is_balanced else []
         compare(
-            {rank: from_figures(figures.digests[rank].tolist()) for rank in self._working},
+            {self._rank_in(each): from_figures(figures.digests[each].tolist()) for each in self._working},
             f"the parameters before step {self._steps} of generation {self.generation}",
         )
         self._steps += 1
 
-    def _settle(self, out: _Out) -> None:
-        """Count the samples of a step, and give back those of lost ranks and of ranks that have left some."""
+    def _sum(self, samples: int, out: DealtBatch, *, is_early: bool) -> Sequence[int]:
+        """Sum the gradients of all replicas; return those whose gradients are in the sums of all ranks."""
+        if self._replicas is None or self._replica is None:
+            return self._sums.sum(samples, out.total)
+        is_torn = self._replica.is_torn
+        counted: Sequence[int] = (
+            self._sums.sum_without_own(out.total) if is_torn else self._sums.sum(samples, out.total)
+        )
+        while True:
+            done = self._sums.figures.done.tolist()
+            counted = [each for each in counted if done[each]]
+            verdict = self._replicas.agree(counted, self._pace.speed, is_early=is_early, is_due=self._is_due(1))
+            if verdict.is_decided:
+                self._speeds = verdict.speeds if self._is_balanced else []
+                return verdict.counted
+            if tuple(counted) != verdict.counted:
+                is_in = out.own in verdict.counted
+                counted = self._sums.sum_again(samples, out.total, is_in=is_in)
+
+    def _rank_in(self, replica: int) -> int:
+        """Return the rank of a replica that has the shard of this rank."""
+        if self._replicas is None or self._replica is None:
+            return replica
+        return self._replicas.formation.replicas[replica][self._replica.index]
+
+    def _settle(self, out: DealtBatch) -> None:
+        """Count the samples of a step, and give back those of lost replicas and of ranks that have left some."""
         done = [int(count) for count in self._sums.figures.done.tolist()]
-        for rank, parts in enumerate(out.by_rank):
-            left = parts[done[rank] :] if rank in self._working else parts
+        for replica, parts in enumerate(out.by_replica):
+            left = parts[done[replica] :] if replica in self._working else parts
             samples = [index for part in left for index in part]
             self._sampler.give_back(samples)
-            self._lost += 0 if rank in self._working else len(samples)
+            self._lost += 0 if replica in self._working else len(samples)
             out.left += len(samples)
         out.trained = out.total - out.left
         self._samples += out.trained
 
-    def _is_late(self, out: _Out) -> bool:
+    def _is_late(self, out: DealtBatch) -> bool:
         """Tell whether this rank should leave the rest of its share: the others have theirs by now."""
-        speeds = [self._speeds[rank] for rank in self._working] if self._speeds else []
-        if not (speeds and min(speeds) > 0):
+        speeds = [self._speeds[each] for each in self._working] if self._speeds else []
+        if not (speeds and min(speeds) > 0) or self._replicas is not None:  # ranks of a replica must agree
             return False
         return time.perf_counter() - out.given_at > LATE_AFTER * out.total / sum(speeds)
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        trained = trained_by(self._optimizer, self._model, may_be_sharded=self._replica is not None)
+        if self._replica is not None and self._replica.shards > 1:
+            self._reduce_scatter.attach(self._model, trained)
+        return trained
 
     def _follow_training(self) -> None:
         """Follow a layer that was frozen, unfrozen or added."""
@@ -265,9 +321,10 @@ class Elastic:
             return
         if self._sums.has_begun:
             raise ConfigError("a layer was frozen or unfrozen in the middle of a step; do it after step()")
-        self._parameters = trained_by(self._optimizer, self._model)
+        self._parameters = self._trained()
         self._sums.close()
-        self._sums = self._new_sums()
+        line = None if self._replicas is None else self._replicas.line
+        self._made = self._new_sums(self.group if line is None else line)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -286,7 +343,7 @@ class Elastic:
         It is not if the ranks that had all samples were lost, if this process was cut off from the others, or after a
         micro-batch that is not the last one of a share.
         """
-        self.sync()
+        self._sync(is_early=False)
         out = self._out
         assert out is not None
         if out.is_held:
@@ -295,6 +352,10 @@ class Elastic:
         self._out = None
         self._sums.clear()
         own = sum(map(len, out.parts[: out.begun]))
+        if self._replicas is not None and not self._is_outside and not self._may_step(self._replicas):
+            self.load_state_dict(self._before)
+            self._optimizer.zero_grad()
+            return False
         if out.trained:
             self._optimizer.step()
             if self._scheduler is not None:
@@ -305,6 +366,30 @@ class Elastic:
         if not self._sampler.remaining and not self._is_outside:
             self._sampler.next_epoch()
         return out.trained > 0
+
+    def _may_step(self, replicas: Replicas) -> bool:
+        """Tell whether this rank's gradients are still right after what the program did since it called `sync`.
+
+        Clipping needs the norm of the whole replica, so a rank whose replica is torn then gets the state from others.
+        """
+        if not replicas.was_early:
+            return True
+        try:
+            replicas.agree((), self._pace.speed, is_due=replicas.is_due)
+        except GroupChangedError:
+            self._is_outside = True
+        return self._replica is None or not self._replica.is_torn
+
+    def keep_checkpoints(self, *, every: int, keep: int = 3, resume: bool = False) -> None:
+        """Save the whole training after each `every` steps, on the machines of the run, in the background.
+
+        Call it before the loop, on all ranks. No shared folder is needed; each machine keeps the `keep` newest, as
+        `group.checkpoint.save` does. If some shard of a sharded model is on no rank any more, the run waits until there
+        are enough processes for a replica, and continues from the newest checkpoint, instead of raising an error. With
+        `resume`, a run that begins continues from the newest checkpoint of an earlier run of its name, if there is one.
+        """
+        parts = {"model": self._model, **self._parts}
+        self._saves = PeriodicSaves(parts, every, keep, resume=resume)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the training, for a checkpoint with the states of model, optimizer and the rest."""
@@ -327,16 +412,52 @@ class Elastic:
     def _enter(self, group: Group) -> None:
         self._group, self._out, self._is_outside = group, None, False
         self._working, self._speeds, self._steps = range(group.size), [], 0
-        self._sums = self._new_sums()
-        hand_over(group, self._model, self._parts)
-        share_buffers(group, self._model)
+        self._has_state = self._has_state and not is_newcomer(group)
+        if self._replicas is None:
+            self._made = self._new_sums(group)
+            if self._saves is not None and self._saves.resume and not group.generation:
+                self._saves.load(group)
+            hand_over(group, self._model, self._parts)
+        else:
+            self._form(self._replicas)
+        self._share_buffers()
         if is_newcomer(group) and (group.generation or group.rank):  # rank 0 of the first generation keeps its own seed
             words = f"{self._seed} {group.generation} {group.rank}".encode()
             torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) >> 1)
 
-    def _new_sums(self) -> GradientBuckets:
+    def _form(self, replicas: Replicas) -> None:
+        """Form replicas of the ranks that are left, and give all of them the newest state."""
+        if self._made is not None:
+            self._made.close()
+        version = self._reported if self._has_state else NO_STATE
+        saves, self._made = self._saves, None
+        is_needed = replicas.form(self.group, version, can_load=saves is not None)
+        newest = replicas.formation.version
+        self._working, self._speeds = range(replicas.count), []
+        if replicas.must_wait:
+            return
+        is_loaded = False
+        if saves is not None and newest == NO_STATE and (replicas.must_load or saves.resume):
+            is_loaded = saves.load(self.group) is not None
+        if replicas.must_load and not is_loaded:
+            raise replicas.state_is_lost()
+        if not is_loaded and (is_needed or newest == NO_STATE):
+            self._hand_over(replicas, is_behind=newest == NO_STATE or version != newest)
+        self._has_state = True
+        self._made = None if replicas.line is None else self._new_sums(replicas.line)
+
+    def _hand_over(self, replicas: Replicas, *, is_behind: bool) -> None:
+        assert replicas.holders is not None
+        hand_over(replicas.holders, self._model, self._parts, fresh=is_behind)
+
+    def _share_buffers(self) -> None:
+        if not self._working:
+            return
+        share_buffers(self.group, self._model, is_donor=self._replicas is not None and self.is_first)
+
+    def _new_sums(self, group: Group) -> GradientBuckets:
         return GradientBuckets(
-            self.group,
+            group,
             self._parameters,
             self._optimizer,
             self._policy,
@@ -346,12 +467,20 @@ class Elastic:
 
     def _shares(self, group: Group) -> Iterator[list[int]]:
         """Yield this rank's shares until the generation ends, which it does after the same step on all ranks."""
-        while not (self.done or self._is_outside or group.change_pending):
-            shares = self._sampler.deal(self._counts(group.size))
+        while not (self._is_outside or self._is_finished() or group.change_pending):
+            count = group.size if self._replicas is None else self._replicas.count
+            own = group.rank if self._replicas is None else self._replicas.number
+            if own is None:
+                self._watch()
+                continue
+            if self._replicas is not None:
+                self._before = self.state_dict()
+            shares = self._sampler.deal(self._counts(count))
             if not any(shares):
                 self._sampler.next_epoch()
                 continue
-            out = _Out([_cut(share, self._micro_batch) for share in shares], group.rank, time.perf_counter())
+            part_of = list if self._replica is None else self._replica.part_of
+            out = DealtBatch([cut(share, self._most) for share in shares], own, time.perf_counter(), part_of)
             self._out = out
             while self._out is out:
                 given = out.begun
@@ -362,12 +491,78 @@ class Elastic:
                         "step() was not called for the last share; every rank must call it, also for an empty share"
                     )
 
-    def _arm(self, out: _Out) -> None:
+    def _is_finished(self) -> bool:
+        """Tell whether all epochs are done. Before, form new replicas if one lost a rank, and save if it is time."""
+        replicas = self._replicas
+        if replicas is not None and replicas.is_broken:
+            self._form(replicas)
+        self._save_if_due()
+        if replicas is None:
+            return self.done
+        if self.done and replicas.has_idle and not replicas.is_over:
+            replicas.agree((), 0.0, is_over=True)
+            self._hand_over(replicas, is_behind=replicas.number is None)
+        return self.done
+
+    def _watch(self) -> None:
+        """Take part in a step of the others as a rank without a replica."""
+        replicas = self._replicas
+        assert replicas is not None
+        if replicas.must_wait:
+            self._await_members(replicas)
+            return
+        while not replicas.agree((), 0.0).is_decided:
+            pass
+        if replicas.was_early:
+            replicas.agree((), 0.0)
+        if replicas.is_over:
+            self._hand_over(replicas, is_behind=True)
+
+    def _await_members(self, replicas: Replicas) -> None:
+        """Wait until newcomers are there, with which the next generation may have a replica."""
+        until = time.monotonic() + float(self._options.get("timeout", MEMBERS_WAIT_SECONDS))
+        while not self.group.change_pending:
+            is_late = self.group.all_reduce(np.array([time.monotonic() > until]), op="max")
+            if is_late[0]:
+                raise replicas.state_is_lost()
+            time.sleep(ROUND_SECONDS)
+
+    def _is_due(self, further: int = 0) -> bool:
+        """Tell whether a checkpoint is to be saved now, or after so many further steps."""
+        return self._saves is not None and self._saves.is_due(self._reported + further)
+
+    def _save_if_due(self) -> None:
+        replicas = self._replicas
+        is_due = self._is_due() and self._saved_at != self._reported if replicas is None else replicas.is_due
+        if self._saves is None or not is_due or self._is_outside:
+            return
+        if replicas is not None:
+            replicas.is_due = False
+            if replicas.has_idle:  # all ranks save, and what they save must be equal
+                self._hand_over(replicas, is_behind=replicas.number is None)
+        self._saved_at = self._reported
+        self._saves.save(self.group, self._reported)
+
+    @property
+    def _sums(self) -> GradientBuckets:
+        assert self._made is not None, "a rank without a replica sums no gradients"
+        return self._made
+
+    @property
+    def _most(self) -> int | None:
+        """The most samples of a replica in a micro-batch; None for a whole share."""
+        if self._micro_batch is None or self._replica is None:
+            return self._micro_batch
+        return self._micro_batch * self._replica.shards
+
+    def _arm(self, out: DealtBatch) -> None:
+        if self._replica is not None:
+            self._reduce_scatter.weigh(len(out.part), len(out.now), self._replica.shards)
         if out.begun == len(out.parts) - 1:
-            self._sums.arm(len(out.part), out.total)
+            self._sums.arm(len(out.now), out.total)
 
     def _counts(self, size: int) -> list[int]:
-        unit = (self._micro_batch or 1) if self._speeds else 1  # shares by speed are whole micro-batches
+        unit = (self._most or 1) if self._speeds else 1  # shares by speed are whole micro-batches
         if self._speeds and self._batch // unit >= len(self._working):
             counts = [
                 units * unit for units in by_speed(self._batch // unit, [self._speeds[rank] for rank in self._working])
@@ -379,42 +574,3 @@ class Elastic:
             counts = even(self._batch, len(self._working))
         by_rank = dict(zip(self._working, counts, strict=True))
         return [by_rank.get(rank, 0) for rank in range(size)]
-
-
-@dataclass(slots=True)
-class _Out:
-    """A global batch that was given out."""
-
-    by_rank: list[list[list[int]]]
-    """Of each rank its micro-batches, at least one."""
-    rank: int
-    given_at: float
-    begun: int = 0
-    """How many of its own this rank has trained on."""
-    is_held: bool = False
-    """Whether the gradients of the last one were put aside, and `step()` was not called for it."""
-    is_synced: bool = False
-    left: int = 0
-    trained: int = 0
-    """The number of its samples that are in the average."""
-
-    @property
-    def parts(self) -> list[list[int]]:
-        """The micro-batches of this rank."""
-        return self.by_rank[self.rank]
-
-    @property
-    def part(self) -> list[int]:
-        """The micro-batch that this rank trains on now."""
-        return self.parts[min(self.begun, len(self.parts) - 1)]
-
-    @property
-    def total(self) -> int:
-        return sum(len(part) for parts in self.by_rank for part in parts)
-
-
-def _cut(share: list[int], most: int | None) -> list[list[int]]:
-    """Return a share in parts of at most `most` samples; an empty one has one part."""
-    if most is None or not share:
-        return [share]
-    return [share[start : start + most] for start in range(0, len(share), most)]

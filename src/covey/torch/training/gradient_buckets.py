@@ -19,6 +19,7 @@ from covey.runtime.group.internals import engine_of, gradients_of, policy_of
 from covey.torch.training.drift import DIGEST_FIGURES
 from covey.torch.training.gradient_mean import consecutive
 from covey.torch.training.local_sgd import parts, which_train
+from covey.torch.training.structure import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -56,9 +57,9 @@ class _Bucket:
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], figures: int) -> None:
         self.named = named
-        tensors = [parameter for _, parameter in named]
+        tensors = [local_part(parameter.detach()) for _, parameter in named]
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-        self.parts = consecutive([(name, tensor.shape) for name, tensor in named])
+        self.parts = consecutive([(name, tensor.shape) for (name, _), tensor in zip(named, tensors, strict=True)])
         elements = self.parts[-1].stop
         self.row = torch.zeros(elements + figures, dtype=torch.float64 if wide else torch.float32)
         self.rooms = parts(self.row[:elements], tensors)
@@ -89,7 +90,7 @@ class GradientBuckets:
         self._optimizer, self._trains = optimizer, which_train(optimizer)
         self._group, self._parameters, self._feedback = group, parameters, feedback
         self._policy = policy_of(group) if policy is None else policy
-        self._nbytes = sum(parameter.numel() * 4 for parameter in parameters.values())
+        self._nbytes = sum(local_part(parameter.detach()).numel() * 4 for parameter in parameters.values())
         limit = engine_of(group).config.bucket_bytes if is_overlapped and group.size > 1 else self._nbytes
         runs = _runs(list(parameters.items())[::-1], limit)
         count = Figures.length(len(parameters), group.size)
@@ -152,10 +153,11 @@ class GradientBuckets:
                 if gradient is None or not samples:
                     continue
                 self._refuse_sparse(name, gradient)
+                local = local_part(gradient.detach())
                 if name in self._held:
-                    self._held[name].add_(gradient, alpha=samples)
+                    self._held[name].add_(local, alpha=samples)
                 else:
-                    self._held[name] = gradient.detach().mul(samples)
+                    self._held[name] = local.mul(samples)
 
     def sum(self, samples: int, total: int) -> tuple[int, ...]:
         """Sum what was held, the gradients, a mean over `samples` samples, and the figures; return the contributors.
@@ -192,6 +194,24 @@ class GradientBuckets:
                 latest = bucket.contributors
         return latest
 
+    def sum_without_own(self, total: int) -> tuple[int, ...]:
+        """Do what `sum` does, with no gradients and figures of this rank: these do not count."""
+        self._held = {}
+        self.figures.row.zero_()
+        for bucket in self._buckets:
+            bucket.sent = []  # what was sent of it is sent again
+        return self.sum(0, total)
+
+    def sum_again(self, samples: int, total: int, *, is_in: bool) -> tuple[int, ...]:
+        """Sum the same once more; the ranks that are not in it only take part."""
+        self._undo_feedback(self._buckets)
+        for bucket in self._buckets:
+            bucket.finish = None
+        if not is_in:
+            return self.sum_without_own(total)
+        self.figures.row.copy_(self._own_figures)
+        return self.sum(samples, total)
+
     def store(self, factor: float) -> None:
         """Set the gradient of every parameter that has one on some rank to the sum, times `factor`."""
         counts = dict(zip(self._parameters, self.figures.counts.tolist(), strict=True))
@@ -201,7 +221,7 @@ class GradientBuckets:
                     if counts[name]:
                         if parameter.grad is None:
                             parameter.grad = torch.empty_like(parameter)
-                        parameter.grad.copy_(room.mul_(factor))
+                        local_part(parameter.grad.detach()).copy_(room.mul_(factor))
 
     def clear(self) -> None:
         """Be ready for the next step."""
@@ -248,21 +268,22 @@ class GradientBuckets:
 
     def _load(self, bucket: _Bucket) -> None:
         """Copy the contribution of this rank in."""
-        if self._kept is None and len(self._buckets) > 1 and self._policy is not None:
+        if self._kept is None and self._policy is not None:
             self._kept = self._feedback.state_dict()
         with torch.no_grad():
             for (name, parameter), room in zip(bucket.named, bucket.rooms, strict=True):
-                gradient, held = parameter.grad, self._held.get(name)
+                held = self._held.get(name)
+                gradient = None if parameter.grad is None else local_part(parameter.grad.detach())
                 if gradient is not None:
                     self._refuse_sparse(name, gradient)
                 if not self._has_any(name):
                     room.zero_()  # the gradient over no samples may be anything
                 elif held is None:
-                    room.copy_(gradient.detach()).mul_(self._samples / self._total)
+                    room.copy_(gradient).mul_(self._samples / self._total)
                 else:
                     room.copy_(held)
                     if gradient is not None and self._samples:
-                        room.add_(gradient.detach().to(room), alpha=self._samples)
+                        room.add_(gradient.to(room), alpha=self._samples)
                     room.div_(self._total)
 
     def _has_any(self, name: str) -> bool:
@@ -318,7 +339,7 @@ def _runs(named: Sequence[tuple[str, torch.nn.Parameter]], limit: int) -> list[l
     runs: list[list[tuple[str, torch.nn.Parameter]]] = [[]]
     nbytes, most = 0, min(limit, FIRST_BUCKET)
     for name, parameter in named:
-        own = parameter.numel() * 4
+        own = local_part(parameter.detach()).numel() * 4
         if runs[-1] and nbytes + own > most:
             runs.append([])
             nbytes, most = 0, limit

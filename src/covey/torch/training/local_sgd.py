@@ -141,7 +141,9 @@ def _unusable(name: str, kind: str) -> ConfigError:
     return ConfigError(f"{name} is {kind}; averaging over ranks needs whole, real parameters on each")
 
 
-def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def trained_by(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, may_be_sharded: bool = False
+) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of `model` that `optimizer` trains, by name, in the order of the model.
 
     Raises:
@@ -153,7 +155,10 @@ def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
             f"the optimizer trains {shapes} that are not the model's; make it with the model's current parameters"
         )
     ids = {id(parameter) for parameter in trained}
-    return whole_parameters((name, p) for name, p in model.named_parameters() if id(p) in ids)
+    found = [(name, p) for name, p in model.named_parameters() if id(p) in ids]
+    if may_be_sharded:
+        return {name: parameter for name, parameter in found if parameter.requires_grad}
+    return whole_parameters(found)
 
 
 def unknown_parameters(parameters: Iterable[torch.nn.Parameter], known: Iterable[torch.nn.Parameter]) -> str:

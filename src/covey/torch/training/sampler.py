@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from covey.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 NEW_SHARE: Final = 0.3
 """The weight of the newest measurement: seven steps after a change, nine tenths of the average reflect it."""
@@ -219,6 +220,53 @@ class ElasticSampler:
             self._order = _permutation(self._length, self._seed, self._epoch)
         indices: list[int] = self._order[start:end].tolist()
         return indices
+
+
+@dataclass(slots=True)
+class DealtBatch:
+    """A global batch that was given out, as one rank sees it. A replica is a rank, or the ranks of a sharded model."""
+
+    by_replica: list[list[list[int]]]
+    """Of each replica its micro-batches, at least one."""
+    own: int
+    """The replica of this rank."""
+    given_at: float
+    part_of: Callable[[list[int]], list[int]]
+    """Returns the samples of a micro-batch that this rank trains on."""
+    begun: int = 0
+    """How many of its own this replica has trained on."""
+    is_held: bool = False
+    """Whether the gradients of the last one were put aside, and `step()` was not called for it."""
+    is_synced: bool = False
+    left: int = 0
+    trained: int = 0
+    """The number of its samples that are in the average."""
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """The micro-batches of this replica."""
+        return self.by_replica[self.own]
+
+    @property
+    def now(self) -> list[int]:
+        """The micro-batch that this replica trains on now."""
+        return self.parts[min(self.begun, len(self.parts) - 1)]
+
+    @property
+    def part(self) -> list[int]:
+        """What this rank trains on now."""
+        return self.part_of(self.now)
+
+    @property
+    def total(self) -> int:
+        return sum(len(part) for parts in self.by_replica for part in parts)
+
+
+def cut(share: list[int], most: int | None) -> list[list[int]]:
+    """Return a share in parts of at most `most` samples; an empty one has one part."""
+    if most is None or not share:
+        return [share]
+    return [share[start : start + most] for start in range(0, len(share), most)]
 
 
 def _permutation(length: int, seed: int, epoch: int) -> torch.Tensor:

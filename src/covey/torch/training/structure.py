@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.arrays.torch_devices import tensor_over
@@ -172,12 +173,15 @@ def parameters_by_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def hand_over(group: Group, model: torch.nn.Module, parts: Mapping[str, Any]) -> RestoreReport:
+def hand_over(
+    group: Group, model: torch.nn.Module, parts: Mapping[str, Any], *, fresh: bool | None = None
+) -> RestoreReport:
     """Give newcomers the parameters of `model` and the states of `parts`, objects with load_state_dict.
 
     Every rank calls it at the start of a generation. State that a part makes later, such as the moments of an
     optimizer, need not exist on a newcomer yet. As with `Group.restore`, a rank that has drifted from the majority gets
-    the majority's state.
+    the majority's state. `fresh` says whether the state of this rank does not count, by default that of newcomers. Of
+    sharded tensors each rank has a part; all ranks of the group must have the same parts.
 
     Raises:
         ConfigError: a state holds a value that cannot be sent.
@@ -187,32 +191,49 @@ def hand_over(group: Group, model: torch.nn.Module, parts: Mapping[str, Any]) ->
     parameters = {f"model.{name}": parameter for name, parameter in holder_of(model).named_parameters()}
     state: dict[str, Any] = {name: _on_host(tensor) for name, tensor in {**tensors, **parameters}.items()}
     state[_STRUCTURE] = to_plain(structure)
-    report = group.restore(state)
+    report = group.restore(state) if fresh is None else restore_as(group, state, fresh=fresh)
     if group.rank not in report.receivers:
         return report
     _fill(parameters, state)
+    sharded = {key: owner for key, owner in parameters_by_state(parts).items() if isinstance(owner, DTensor)}
     states = put_together(
-        from_plain(state.pop(_STRUCTURE), structure), {name: _tensor(value) for name, value in state.items()}
+        from_plain(state.pop(_STRUCTURE), structure),
+        {name: _like_its_parameter(name, _tensor(value), sharded) for name, value in state.items()},
     )
     for name, part in parts.items():
         holder_of(part).load_state_dict(states[name])
     return report
 
 
-def share_buffers(group: Group, model: torch.nn.Module) -> None:
-    """Give all ranks the buffers of `model` of the lowest rank, which is the oldest member."""
+def share_buffers(group: Group, model: torch.nn.Module, *, is_donor: bool = False) -> None:
+    """Give all ranks the buffers of `model` of the rank that `is_donor`, or of the lowest rank, the oldest member."""
     buffers = {name: buffer for name, buffer in holder_of(model).named_buffers() if buffer is not None}
     if not buffers:
         return
     state: dict[str, Any] = {name: _on_host(buffer) for name, buffer in buffers.items()}
     # Buffers differ between ranks while they train. That is no drift, so no rank's state counts as the majority's.
-    report = restore_as(group, state, fresh=True)
+    report = restore_as(group, state, fresh=not is_donor)
     if group.rank in report.receivers:
         _fill(buffers, state)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, in the same memory: all of it, or its part of a sharded one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like_its_parameter(key: str, value: torch.Tensor, sharded: Mapping[str, DTensor]) -> torch.Tensor:
+    """Return a received part of the state of an optimizer, sharded as the parameter that it belongs to."""
+    owner = sharded.get(key.rpartition(".")[0])
+    if owner is None or value.shape != owner.to_local().shape or isinstance(value, DTensor):
+        return value
+    return DTensor.from_local(
+        value, owner.device_mesh, owner.placements, run_check=False, shape=owner.size(), stride=owner.stride()
+    )
+
+
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu()
+    return local_part(tensor.detach()).cpu()
 
 
 def _fill(tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
@@ -220,7 +241,7 @@ def _fill(tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None
     with torch.no_grad():
         for name, tensor in tensors.items():
             if tensor.device.type != "cpu":
-                tensor.copy_(_tensor(state[name]))
+                local_part(tensor).copy_(_tensor(state[name]))
 
 
 def _tensor(value: Any) -> torch.Tensor:
