@@ -7,17 +7,18 @@ momentum are those of `outer_rule`, which is made for periods of a few dozen ste
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 
 from covey.base.errors import ConfigError
-from covey.runtime.group.internals import report_for_program
-from covey.torch.backend.below import covey_group_of
-from covey.torch.training.drift import DriftCheck
-from covey.torch.training.gradient_mean import GradientMean, consecutive
+from covey.torch.training.averaging import InGenerations, InProcessGroup, RankFigures, drain, give_own_state
+from covey.torch.training.gradient_mean import consecutive
 from covey.torch.training.local_sgd import (
     copy_from_first,
     parameters_of,
@@ -26,15 +27,19 @@ from covey.torch.training.local_sgd import (
     which_train,
 )
 from covey.torch.training.outer import OuterSteps, outer_rule
+from covey.torch.training.structure import hand_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from covey.compress.policy import CompressValue
+    from covey.runtime.group.group import Group
 
 LATEST: Final = 4
 """With overlap, an outer step is taken at most this part of the period after its changes were sent: later ones cost
 loss, because the ranks drift apart meanwhile."""
+TIMED: Final = 9
+"""The last inner steps whose median time is that of a step."""
 
 
 class DiLoCo:
@@ -72,6 +77,23 @@ class DiLoCo:
     `compress` sends fewer bytes: a codec like "int8", or a mapping of names of parameters to codecs; by default what
     covey's group was told to compress of gradients. What an outer step loses is added to the next one.
 
+    With `generations=True` the ranks are those of `covey.generations`: members may be lost, leave, join and come back.
+
+        diloco = DiLoCo(model, inner, every=20, generations=True)
+        for group in covey.generations():
+            with contextlib.suppress(covey.GroupChangedError):  # this process joins again
+                diloco.enter(group)
+                while not diloco.change_pending:
+                    ...
+                    inner.step()
+                    diloco.step()
+
+    The outer state survives as long as one member does: `enter` gives newcomers the outer parameters, the state of the
+    outer optimizer and the position in the period, which are equal on all ranks, and a copy of the inner optimizer's
+    state of the lowest rank. What a lost rank has changed since it last sent a fragment is lost with it. Then, with
+    `own_pace`, a period is a time instead of a number of steps: in it, all ranks together take `every` inner steps for
+    each of them, a slow machine fewer, a fast one more, and none waits for another; changes count by samples.
+
     Parameters between outer steps, and what compression holds back, differ between ranks: to resume with the same
     numbers, each rank saves its own model, optimizers and `state_dict()`. The inner optimizer keeps its own state.
 
@@ -92,6 +114,8 @@ class DiLoCo:
         delay: int | None = None,
         process_group: Any = None,
         compress: CompressValue = None,
+        generations: bool = False,
+        own_pace: bool = False,
     ) -> None:
         self._parameters = trained_by(inner, model)
         self._model, self._inner, self._trains = model, inner, which_train(inner)
@@ -100,12 +124,19 @@ class DiLoCo:
                 f"fragments={fragments}, every={every}, {len(self._parameters)} parameters: "
                 "need 1 <= fragments <= every, and a parameter for each fragment"
             )
-        self._group, self._overlap, self._delay = process_group, overlap, delay
+        self._overlap, self._delay, self._is_at_own_pace = overlap, delay, own_pace
         if delay is not None and not (overlap and 1 <= delay <= every // fragments):
             raise ConfigError(f"delay={delay}: it needs overlap=True, and must be from 1 to every / fragments")
-        self._mean, self._drift = GradientMean(compress, feedback=True), DriftCheck()
+        if (own_pace and not generations) or (generations and process_group is not None):
+            raise ConfigError(
+                "own_pace=True needs generations=True, and generations=True takes no process_group: its groups are "
+                "those of covey.generations"
+            )
+        self._generations = InGenerations(compress) if generations else None
+        self._over = self._generations or InProcessGroup(process_group, compress)
+        self._is_by_rule = outer is None
         if outer is None:
-            rule = outer_rule(dist.get_world_size(process_group))
+            rule = outer_rule(self._over.size)
             outer = torch.optim.SGD(
                 self._parameters.values(), lr=rule.rate, momentum=rule.momentum, nesterov=rule.momentum > 0
             )
@@ -120,8 +151,12 @@ class DiLoCo:
                 f"it lacks {', '.join(lacking) or 'none'}, and has {others or 'none'} besides"
             )
         self._every = self._next_every = every
-        self._steps = self._in_period = 0
-        copy_from_first(model, process_group)
+        self._steps = self._in_period = self._turn = self._done = 0
+        """`_turn`: the fragment that is sent next. `_done`: samples since this rank said how many."""
+        self._is_ending = False
+        self._clock = _Clock()
+        if self._generations is None:  # else enter gives newcomers what they need
+            copy_from_first(model, process_group)
         self._steps_of = OuterSteps(self._parameters, self.outer, fragments)
         self._samples: list[float | None] = [None] * fragments
         """By fragment: the samples since it was sent."""
@@ -147,24 +182,76 @@ class DiLoCo:
         """
         if which_train(self._inner) != self._trains and (changes := self._changes()):
             raise ConfigError(f"{changes} since DiLoCo was made; make a new one")
+        self._clock.stop()
         self._count(samples)
         self._steps += 1
-        if (group := covey_group_of(self._group)) is not None:
-            report_for_program(group, self._steps, {} if samples is None else {"samples": samples})
+        self._over.report(self._steps, {} if samples is None else {"samples": samples})
         flight, landed = self._flying, False
         if flight is not None:
             flight.steps_left -= 1
-            landed = flight.steps_left <= 0 and self._land()
+            landed = self._is_due(flight) and self._land()
         self._in_period += 1
-        fragment = self._due()
-        if fragment is not None:
-            landed |= self._land()
-            self._launch(fragment)
-            if not self._overlap:
-                landed |= self._land()
-        if self._in_period >= self._every:
-            self._in_period, self._every = 0, self._next_every
+        if self._is_turn() and not self._is_ending:
+            landed |= self._exchange()
+        self._clock.start()
         return landed
+
+    def send(self) -> bool:
+        """Send the next fragment before its time, and return whether an outer step was taken: this rank has no data.
+
+        For ranks of a run that are at their own pace. It waits for the outer step of the fragment before.
+        """
+        landed = not self._is_ending and self._exchange()
+        self._clock.start()
+        return landed
+
+    @property
+    def change_pending(self) -> bool:
+        """Whether the next generation should start; true on all ranks after the same outer step.
+
+        Until `enter` is called, steps send nothing.
+        """
+        return self._is_ending
+
+    @property
+    def figures(self) -> RankFigures | None:
+        """What the ranks of a generation said of themselves in the last outer step; None before it."""
+        return None if self._generations is None else self._generations.figures
+
+    @property
+    def step_seconds(self) -> float:
+        """What an inner step takes on this rank, without the exchange; 0 before the second one."""
+        return self._clock.step_seconds
+
+    def enter(self, group: Group, extra: Mapping[str, Any] | None = None) -> None:
+        """Begin a generation: newcomers get the outer state, and `extra`, named objects with `load_state_dict`.
+
+        `extra` must be equal on all ranks. Every rank calls it at the start of a generation.
+        """
+        if self._generations is None:
+            raise ConfigError("enter() is for DiLoCo(..., generations=True)")
+        if self._flying is not None:  # of a generation that has ended without this process
+            drain(self._flying.mean)
+            self._flying = None
+        self._generations.enter(group)
+        self._is_ending = False
+        if self._is_by_rule:
+            rule = outer_rule(group.size)
+            for settings in self.outer.param_groups:
+                settings.update(lr=rule.rate, momentum=rule.momentum, nesterov=rule.momentum > 0)
+        own = self._steps_of.own_parameters()
+        self._steps_of.show(self._steps_of.anchors)
+        report = hand_over(group, self._model, {"diloco": _Shared(self), "outer": self.outer, **(extra or {})})
+        if group.rank in report.receivers:
+            self._steps_of.take_parameters_as_anchors()
+            self._generations.forget()
+            self._samples, self._done = [None] * len(self._samples), 0
+        else:
+            self._steps_of.show(own)
+        if report.receivers and not report.first:
+            give_own_state(group, self._inner, report.donors[0], report.receivers)
+        self._in_period = self._turn * self._every // len(self._samples)
+        self._clock.begin_period(self._turn, len(self._samples))
 
     def finish(self) -> None:
         """Take the pending outer step, and make the parameters of all ranks their mean: the end of a training.
@@ -192,12 +279,13 @@ class DiLoCo:
         return {
             "steps": self._steps,
             "in_period": self._in_period,
+            "turn": self._turn,
             "every": [self._every, self._next_every],
             "samples": list(self._samples),
             "fragments": self._steps_of.fragments,
             "anchors": {name: anchor.clone() for name, anchor in self._steps_of.anchors.items()},
             "outer": self.outer.state_dict(),
-            "feedback": self._mean.state_dict(),
+            "feedback": self._over.state_dict(),
             "flying": None
             if flight is None
             else {
@@ -223,17 +311,16 @@ class DiLoCo:
         if self._flying is not None:  # it belongs to the state that is replaced
             self._flying.mean()
             self._flying = None
-        self._steps, self._in_period = state["steps"], state["in_period"]
+        self._steps, self._in_period, self._turn = state["steps"], state["in_period"], state["turn"]
         self._every, self._next_every = state["every"]
         self._samples = list(state["samples"])
         for name, anchor in self._steps_of.anchors.items():
             anchor.copy_(state["anchors"][name])
         self.outer.load_state_dict(state["outer"])
-        self._mean.load_state_dict(state["feedback"])
+        self._over.load_state_dict(state["feedback"])
         if (flying := state["flying"]) is not None:
-            self._flying = _Flight(
-                flying["fragment"], flying["left"].clone(), None, None, flying["mean"].clone(), flying["steps_left"]
-            )
+            mean = flying["mean"].clone()
+            self._flying = _Flight(flying["fragment"], flying["left"].clone(), lambda: mean, flying["steps_left"])
 
     def _changes(self) -> str:
         """Return the names of parameters that are no longer trained, and of those that are now, in words."""
@@ -251,37 +338,69 @@ class DiLoCo:
         """Add the samples of a step to what each fragment was trained on since it was sent."""
         if samples is not None and not 0 <= samples < float("inf"):
             raise ConfigError(f"samples={samples!r}: give the number of samples that this step has trained on")
+        if self._is_at_own_pace and samples is None:
+            samples = 1.0  # steps count
+        self._done += int(samples or 0)
         for fragment, so_far in enumerate(self._samples):
-            if self._steps and (so_far is None) != (samples is None):
+            if self._steps and self._generations is None and (so_far is None) != (samples is None):
                 raise ConfigError("samples must be given in every step, or in none")
             self._samples[fragment] = None if samples is None else (so_far or 0.0) + samples
 
-    def _due(self) -> int | None:
-        """Return the fragment that is due after this step: number k of n at (k + 1) / n of every period."""
-        count = len(self._samples)
-        for fragment in range(count):
-            if self._in_period == (fragment + 1) * self._every // count:
-                return fragment
-        return None
+    def _is_turn(self) -> bool:
+        """Tell whether a fragment is sent after this step: number k of n at (k + 1) / n of every period."""
+        if self._is_at_own_pace:
+            return self._clock.is_due(self._turn, len(self._samples))
+        due: int = (self._turn + 1) * self._every // len(self._samples)
+        return self._in_period >= due
+
+    def _is_due(self, flight: _Flight) -> bool:
+        return self._clock.has_flown(flight.sent_at) if self._is_at_own_pace else flight.steps_left <= 0
+
+    def _exchange(self) -> bool:
+        """Send the fragment whose turn it is, after the pending outer step; return whether an outer step was taken."""
+        landed = self._land()
+        if self._is_ending:
+            return landed
+        self._launch(self._turn)
+        self._turn += 1
+        if self._turn == len(self._samples):
+            self._turn = self._in_period = 0
+            self._every = self._next_every
+            self._clock.end_period()
+        if not self._overlap:
+            landed |= self._land()
+        return landed
 
     def _launch(self, fragment: int) -> None:
         """Start to average the change of the parameters in `fragment` over the ranks."""
         gone, left = self._steps_of.leave(fragment)
         shapes = [(name, self._parameters[name].shape) for name in self._steps_of.fragments[fragment]]
         samples = self._samples[fragment]
-        self._samples[fragment] = None if samples is None else 0.0
-        work, finish = self._mean.start(gone, consecutive(shapes), self._group, samples)
+        self._samples[fragment] = None if samples is None and not self._is_at_own_pace else 0.0
+        if self._generations is not None:
+            self._generations.say(self._clock.step_seconds, self._done)
+            self._done = 0
+            if self._is_at_own_pace and samples is None:
+                samples = 0.0  # a newcomer that has not taken a step
+        wait = self._over.start(gone, consecutive(shapes), samples)
         delay = self._delay or max(1, self._every // max(LATEST, len(self._samples)))
-        self._flying = _Flight(fragment, left, work, finish, gone, delay)
+        self._flying = _Flight(fragment, left, wait, delay)
 
     def _land(self) -> bool:
         """Take the pending outer step, if there is one; return whether there was."""
         flight, self._flying = self._flying, None
         if flight is None:
             return False
-        self._steps_of.land(flight.fragment, flight.left, flight.mean())
+        began = time.monotonic()
+        mean = flight.mean()
+        self._clock.shift(time.monotonic() - began)
+        self._steps_of.land(flight.fragment, flight.left, mean)
         anchors = [self._steps_of.anchors[name] for name in self._steps_of.fragments[flight.fragment]]
-        self._drift.look(f"anchors of fragment {flight.fragment}", anchors, self._group)
+        self._over.settled(f"the outer parameters of fragment {flight.fragment}", anchors)
+        if self._generations is not None:
+            self._is_ending = self._generations.group.change_pending
+            if self._is_at_own_pace and self.figures is not None:
+                self._clock.agree(self.figures, self._every, len(self._samples))
         return True
 
 
@@ -292,19 +411,91 @@ class _Flight:
     fragment: int
     left: torch.Tensor
     """The parameters of this rank when it was sent."""
-    work: Any
-    """The work of the collective; None once it was waited for."""
-    finish: Callable[[], torch.Tensor] | None
-    """Returns the mean once the work is done."""
-    sent: torch.Tensor
-    """The outer gradient of this rank; after the wait, the mean."""
+    wait: Callable[[], torch.Tensor]
+    """Waits for the mean outer gradient, and returns it."""
     steps_left: int
     """Inner steps until the outer step is taken."""
+    sent_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.sent_at = time.monotonic()
 
     def mean(self) -> torch.Tensor:
-        """Wait, and return the mean outer gradient."""
-        if self.work is not None:
-            self.work.wait()
-            assert self.finish is not None
-            self.sent, self.work = self.finish(), None
-        return self.sent
+        """Wait, and return the mean outer gradient; a later call returns it again."""
+        mean = self.wait()
+        self.wait = lambda: mean
+        return mean
+
+
+class _Shared:
+    """The part of a DiLoCo's position that all ranks share, for newcomers."""
+
+    def __init__(self, diloco: DiLoCo) -> None:
+        self._diloco = diloco
+
+    def state_dict(self) -> dict[str, Any]:
+        diloco = self._diloco
+        return {"turn": diloco._turn, "every": diloco._next_every}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        diloco = self._diloco
+        diloco._turn, diloco._every, diloco._next_every = state["turn"], state["every"], state["every"]
+
+
+class _Clock:
+    """When a rank at its own pace sends its fragments.
+
+    The length of a period follows from figures that all ranks have; its beginning is this rank's own. A rank that waits
+    for others in an outer step is ahead of them: its period then began later by what it has waited.
+    """
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=TIMED)
+        self._began_at = self._step_at = 0.0
+        self.period_seconds = 0.0
+        """0 before the ranks know how long their steps take."""
+
+    @property
+    def step_seconds(self) -> float:
+        return float(statistics.median(self._times)) if self._times else 0.0
+
+    def start(self) -> None:
+        """Note that an inner step begins."""
+        self._step_at = time.monotonic()
+
+    def stop(self) -> None:
+        """Note that an inner step has ended."""
+        if self._step_at:
+            self._times.append(max(1e-6, time.monotonic() - self._step_at))
+
+    def begin_period(self, turn: int, count: int) -> None:
+        """Be in a period in which `turn` of `count` fragments were sent."""
+        self._began_at = time.monotonic() - self.period_seconds * turn / count
+        self._step_at = 0.0
+
+    def end_period(self) -> None:
+        self._began_at += self.period_seconds
+        if not self.period_seconds or self._began_at + self.period_seconds < time.monotonic():
+            self._began_at = time.monotonic()  # this rank is a whole period behind: do not catch up
+
+    def shift(self, waited: float) -> None:
+        self._began_at += waited
+
+    def is_due(self, turn: int, count: int) -> bool:
+        if not self.period_seconds:  # after a single step, so that all ranks learn how fast the others are
+            return True
+        return time.monotonic() >= self._began_at + self.period_seconds * (turn + 1) / count
+
+    def has_flown(self, sent_at: float) -> bool:
+        return time.monotonic() >= sent_at + self.period_seconds / LATEST
+
+    def agree(self, figures: RankFigures, every: int, fragments: int) -> None:
+        """Set the period: in it, all ranks together take `every` steps for each; the slowest one for each fragment."""
+        known = [figures.step_seconds[rank] for rank in figures.contributors if figures.step_seconds[rank] > 0]
+        if not known:
+            return
+        before = self.period_seconds
+        pace = math.fsum(1 / seconds for seconds in known) / len(known)
+        self.period_seconds = max(every / pace, fragments * max(known))
+        if not before:
+            self._began_at = time.monotonic()

@@ -10,13 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from covey.base.errors import ConfigError
 from covey.torch.backend.lost import there
-from covey.torch.training.drift import DriftCheck
-from covey.torch.training.gradient_mean import GradientMean, consecutive
+from covey.torch.training.averaging import InGenerations, InProcessGroup
+from covey.torch.training.gradient_mean import consecutive
+from covey.torch.training.structure import hand_over
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from covey.compress.policy import CompressValue
+    from covey.runtime.group.group import Group
 
 
 class LocalSGD:
@@ -35,25 +37,57 @@ class LocalSGD:
     how their parameters changed since the last average, in fewer bytes; what that loses is added to the next change.
     What is held back differs between ranks; each rank saves its own `state_dict()`.
 
+    With `generations=True` the ranks are those of `covey.generations`: members may be lost, leave, join and come back,
+    as with `DiLoCo`. Call `enter(group)` at the start of each generation, and ask for the next one when
+    `change_pending` is true. An average is over the members that are left.
+
     Raises:
         ConfigError: `every` is below 1, no parameter is trained, one is sharded (a DTensor), or complex and trained.
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, every: int, process_group: Any = None, compress: CompressValue = None
+        self,
+        model: torch.nn.Module,
+        *,
+        every: int,
+        process_group: Any = None,
+        compress: CompressValue = None,
+        generations: bool = False,
     ) -> None:
         if every < 1:
             raise ConfigError(f"every={every}: give the number of steps between two averages, at least 1")
+        if generations and process_group is not None:
+            raise ConfigError("generations=True takes no process_group: its groups are those of covey.generations")
         self._every, self._group, self._steps = every, process_group, 0
         self._model = model
         whole_parameters(model.named_parameters())
-        copy_from_first(model, process_group)
-        self._drift = DriftCheck()
-        self._changes = None if compress is None else GradientMean(compress, feedback=True)
+        self._generations = InGenerations("none" if compress is None else compress) if generations else None
+        self._over = self._generations or InProcessGroup(process_group, compress)
+        self._is_compressed, self._is_ending = compress is not None, False
+        if self._generations is None:  # else enter gives newcomers what they need
+            copy_from_first(model, process_group)
         self._anchors: dict[str, torch.Tensor] = {}
         """With `compress`, by name of the parameter: its value after the last average, which is equal on all ranks."""
-        if compress is not None:
-            self._anchors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self._anchor(model.named_parameters())
+
+    def enter(self, group: Group, extra: Mapping[str, Any] | None = None) -> None:
+        """Begin a generation: newcomers get the parameters, the number of steps, and `extra`: see `DiLoCo.enter`.
+
+        What a rank has changed since its last average is kept by those that are no newcomers.
+        """
+        if self._generations is None:
+            raise ConfigError("enter() is for LocalSGD(..., generations=True)")
+        self._generations.enter(group)
+        self._is_ending = False
+        report = hand_over(group, self._model, {"local": _Steps(self), **(extra or {})})
+        if group.rank in report.receivers:
+            self._generations.forget()
+            self._anchor(self._model.named_parameters())
+
+    @property
+    def change_pending(self) -> bool:
+        """Whether the next generation should start; true on all ranks after the same average."""
+        return self._is_ending
 
     def step(self) -> bool:
         """Count one step of the optimizer; return whether the parameters were averaged after it.
@@ -62,7 +96,7 @@ class LocalSGD:
             ConfigError: no parameter is trained any more, or one that is has become sharded or complex.
         """
         self._steps += 1
-        if self._steps % self._every:
+        if self._steps % self._every or self._is_ending:
             return False
         trained = whole_parameters(self._model.named_parameters())
         changed = {name: p for name, p in trained.items() if name in self._anchors}  # others were added since
@@ -70,30 +104,35 @@ class LocalSGD:
             self._average(whole)
         if changed:
             self._average_changes(changed)
-        if self._changes is not None:
-            self._anchors |= {name: parameter.detach().clone() for name, parameter in trained.items()}
-        self._drift.look("parameters", list(trained.values()), self._group)
+        self._anchor(trained.items())
+        self._over.settled("parameters", list(trained.values()))
+        if self._generations is not None:
+            self._is_ending = self._generations.group.change_pending
         return True
+
+    def _anchor(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        if self._is_compressed:
+            self._anchors |= {name: parameter.detach().clone() for name, parameter in named}
 
     def _average(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         mean = flat(parameters)
-        work = dist.all_reduce(mean, group=self._group, async_op=True)
-        work.wait()
-        mean /= there(work, self._group)
+        if self._generations is not None:
+            named = [(str(place), parameter.shape) for place, parameter in enumerate(parameters)]
+            mean = self._generations.start(mean, consecutive(named), None)()
+        else:
+            work = dist.all_reduce(mean, group=self._group, async_op=True)
+            work.wait()
+            mean /= there(work, self._group)
         with torch.no_grad():
             for parameter, part in zip(parameters, parts(mean, parameters), strict=True):
                 parameter.copy_(part)
 
     def _average_changes(self, named: Mapping[str, torch.nn.Parameter]) -> None:
         """Add the mean of the changes since the last average to what the parameters were then."""
-        assert self._changes is not None
         anchors = flat([self._anchors[name] for name in named])
         change = flat(list(named.values())) - anchors
-        work, finish = self._changes.start(
-            change, consecutive([(name, parameter.shape) for name, parameter in named.items()]), self._group
-        )
-        work.wait()
-        anchors += finish()
+        shapes = [(name, parameter.shape) for name, parameter in named.items()]
+        anchors += self._over.start(change, consecutive(shapes), None)()
         with torch.no_grad():
             for parameter, part in zip(named.values(), parts(anchors, list(named.values())), strict=True):
                 parameter.copy_(part)
@@ -103,10 +142,10 @@ class LocalSGD:
 
         The parameters are part of the model's state.
         """
-        if self._changes is None:
+        if not self._is_compressed:
             return {"steps": self._steps}
         anchors = {name: anchor.clone() for name, anchor in self._anchors.items()}
-        return {"steps": self._steps, "anchors": anchors, "feedback": self._changes.state_dict()}
+        return {"steps": self._steps, "anchors": anchors, "feedback": self._over.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state.
@@ -114,12 +153,25 @@ class LocalSGD:
         Raises:
             ConfigError: it was saved without `compress`, and this averages with it.
         """
-        if self._changes is not None:
+        if self._is_compressed:
             if "anchors" not in state:
                 raise ConfigError("the state was saved by a LocalSGD without compress=; make this one without it, too")
             self._anchors = {name: anchor.clone() for name, anchor in state["anchors"].items()}
-            self._changes.load_state_dict(state["feedback"])
+            self._over.load_state_dict(state["feedback"])
         self._steps = state["steps"]
+
+
+class _Steps:
+    """The position of a LocalSGD, for newcomers."""
+
+    def __init__(self, local: LocalSGD) -> None:
+        self._local = local
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._local._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._local._steps = state["steps"]
 
 
 def whole_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.nn.Parameter]:

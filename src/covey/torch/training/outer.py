@@ -97,16 +97,28 @@ class OuterSteps:
     @contextlib.contextmanager
     def as_parameters(self) -> Iterator[None]:
         """Let the parameters be the outer ones inside a with statement."""
-        with torch.no_grad():
-            own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self.anchors[name])
+        own = self.own_parameters()
+        self.show(self.anchors)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in self._parameters.items():
-                    parameter.copy_(own[name])
+            self.show(own)
+
+    def own_parameters(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the parameters of this rank."""
+        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    def show(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Let the parameters have these values."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(values[name])
+
+    def take_parameters_as_anchors(self) -> None:
+        """Let the outer parameters be what the parameters are now."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                self.anchors[name].copy_(parameter)
 
     def _step(self, names: Sequence[str]) -> None:
         """Step the optimizer with the gradients of these parameters only; inner gradients are put back."""
