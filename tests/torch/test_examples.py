@@ -73,6 +73,15 @@ def test_the_elastic_example_loses_a_rank_and_no_sample() -> None:
     assert "[0] 4000 samples, 50 of them given out a second time" in output
 
 
+def test_the_example_that_trains_together_chooses_a_way_and_all_ranks_have_one_model() -> None:
+    output = run("covey", "run", "-n", "2", str(EXAMPLES / "together.py"), "--epochs", "60")
+    assert re.search(r"epoch +\d+   (DDP|DiLoCo)", output), output
+    said = re.findall(r"rank \d: (.*) % of all sums", output)
+    assert len(said) == 2, output
+    assert said[0] == said[1]
+    assert said[0].startswith(f"{60 * 17 * 17} samples")
+
+
 def test_the_fine_tuning_example_trains_adapters_alone_saves_them_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "verse.txt").write_text((EXAMPLES / "data" / "sonnets.txt").read_text()[:3000])
     words = ("covey", "run", "-n", "2", str(EXAMPLES / "lora.py"), "--text", "verse.txt", "--base-steps", "5")
@@ -96,7 +105,7 @@ def test_an_example_runs_under_torchrun_as_well() -> None:
 def test_every_example_is_tried() -> None:
     by_others = {"data_parallel.py", "hello.py", "relay.py", "survive.py", "typed.py"}  # in tests/test_examples.py
     by_others |= {"coordinated.py"}  # in tests/e2e/test_coordinator.py
-    assert {path.name for path in EXAMPLES.glob("*.py")} == TOGETHER.keys() | by_others | {"elastic.py", "lora.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == TOGETHER.keys() | by_others | {"elastic.py", "lora.py", "together.py"}
 
 
 if __name__ == "__main__":

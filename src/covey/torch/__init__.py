@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from covey.torch.training.replica import ModelReplica
     from covey.torch.training.sampler import ElasticSampler
     from covey.torch.training.strategy import ProcessGroupStrategy
+    from covey.torch.training.together import TrainTogether, train_together
 
 __all__ = [
     "DiLoCo",
@@ -33,6 +34,7 @@ __all__ = [
     "ProcessGroupCovey",
     "ProcessGroupStrategy",
     "SyncBatchNorm",
+    "TrainTogether",
     "compress_hook",
     "convert_sync_batchnorm",
     "load",
@@ -40,6 +42,7 @@ __all__ = [
     "replace",
     "rescale_hook",
     "save",
+    "train_together",
     "weighted_hook",
     "who_is_late",
 ]
@@ -53,12 +56,14 @@ _TORCH_HOMES = {
     "ProcessGroupCovey": "covey.torch.backend.backend",
     "ProcessGroupStrategy": "covey.torch.training.strategy",
     "SyncBatchNorm": "covey.torch.training.batch_norm",
+    "TrainTogether": "covey.torch.training.together",
     "convert_sync_batchnorm": "covey.torch.training.batch_norm",
     "compress_hook": "covey.torch.training.hooks",
     "load": "covey.torch.training.checkpoint",
     "replace": "covey.torch.backend.replacement",
     "rescale_hook": "covey.torch.training.hooks",
     "save": "covey.torch.training.checkpoint",
+    "train_together": "covey.torch.training.together",
     "weighted_hook": "covey.torch.training.hooks",
     "who_is_late": "covey.torch.backend.late",
 }

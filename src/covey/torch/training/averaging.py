@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from covey.runtime.buffers import Part
     from covey.runtime.group.group import Group
 
-WEIGHT: Final = 0
+RANK_WEIGHT: Final = 0
 """Where a rank's figures have how much its values count ..."""
-STEP_SECONDS: Final = 1
+RANK_STEP_SECONDS: Final = 1
 """... how long its steps take ..."""
-DONE: Final = 2
+RANK_DONE: Final = 2
 """... and the samples it was trained on."""
-HEAD: Final = 3
+RANK_HEAD: Final = 3
 """The number of these figures; a digest follows."""
 STATE_TAG: Final = 0x0D110C0
 """Of the messages with the state of an inner optimizer."""
@@ -158,31 +158,31 @@ class InGenerations:
 
     def start(self, row: torch.Tensor, parts: Sequence[Part], weight: float | None) -> Callable[[], torch.Tensor]:
         group = self.group
-        elements, length = row.numel(), HEAD + DIGEST_FIGURES
+        elements, length = row.numel(), RANK_HEAD + DIGEST_FIGURES
         sent = torch.zeros(elements + group.size * length, dtype=row.dtype)
         figures = sent[elements:].view(group.size, length)
         own = figures[group.rank]
-        own[WEIGHT] = 1.0 if weight is None else weight
-        own[STEP_SECONDS], own[DONE] = self._own
+        own[RANK_WEIGHT] = 1.0 if weight is None else weight
+        own[RANK_STEP_SECONDS], own[RANK_DONE] = self._own
         self._own = self._own[0], 0
         if self._digest:
-            own[HEAD:] = torch.tensor(to_figures(self._digest))
+            own[RANK_HEAD:] = torch.tensor(to_figures(self._digest))
         what, self._digest = self._digested, b""
-        if own[WEIGHT] > 0:  # what was made of no samples may be anything
-            torch.mul(row.cpu(), float(own[WEIGHT]), out=sent[:elements])
+        if own[RANK_WEIGHT] > 0:  # what was made of no samples may be anything
+            torch.mul(row.cpu(), float(own[RANK_WEIGHT]), out=sent[:elements])
         policy = policy_of(group) if self._policy is None else self._policy
         finish = gradients_of(group).start_row(sent.numpy(), parts, policy, self.feedback)
 
         def wait() -> torch.Tensor:
             contributors = tuple(int(rank) for rank in finish())
-            total = float(figures[list(contributors), WEIGHT].double().sum())
+            total = float(figures[list(contributors), RANK_WEIGHT].double().sum())
             self.figures = RankFigures(
                 contributors,
-                [float(seconds) for seconds in figures[:, STEP_SECONDS].tolist()],
-                [int(done) for done in figures[:, DONE].tolist()],
+                [float(seconds) for seconds in figures[:, RANK_STEP_SECONDS].tolist()],
+                [int(done) for done in figures[:, RANK_DONE].tolist()],
             )
             compare(
-                {rank: from_figures(figures[rank, HEAD:].tolist()) for rank in contributors},
+                {rank: from_figures(figures[rank, RANK_HEAD:].tolist()) for rank in contributors},
                 what,
             )
             mean = sent[:elements]

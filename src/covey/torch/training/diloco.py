@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 LATEST: Final = 4
 """With overlap, an outer step is taken at most this part of the period after its changes were sent: later ones cost
 loss, because the ranks drift apart meanwhile."""
-TIMED: Final = 9
+MEDIAN_OF: Final = 9
 """The last inner steps whose median time is that of a step."""
 
 
@@ -191,15 +191,18 @@ class DiLoCo:
             flight.steps_left -= 1
             landed = self._is_due(flight) and self._land()
         self._in_period += 1
-        if self._is_turn() and not self._is_ending:
+        # In generations, nothing is under way after an outer step: all ranks are at the same place, and may call
+        # collectives of their own, or ask for the next generation.
+        may_send = not self._is_ending and not (landed and self._generations is not None)
+        if may_send and self._is_turn():
             landed |= self._exchange()
         self._clock.start()
         return landed
 
     def send(self) -> bool:
-        """Send the next fragment before its time, and return whether an outer step was taken: this rank has no data.
+        """Wait for the pending outer step, or send the next fragment before its time: this rank has no data.
 
-        For ranks of a run that are at their own pace. It waits for the outer step of the fragment before.
+        For ranks of a run that are at their own pace. Return whether an outer step was taken.
         """
         landed = not self._is_ending and self._exchange()
         self._clock.start()
@@ -253,17 +256,56 @@ class DiLoCo:
         self._in_period = self._turn * self._every // len(self._samples)
         self._clock.begin_period(self._turn, len(self._samples))
 
-    def finish(self) -> None:
+    def rebase(self) -> None:
+        """Let the outer parameters be those that all ranks hold alike now; forget momentum and what was not sent.
+
+        In generations, all ranks call it after the same outer step, or after training in another way.
+        """
+        self._steps_of.take_parameters_as_anchors()
+        self.outer.state.clear()
+        if self._generations is not None:
+            self._generations.forget()
+        self._samples, self._done = [None] * len(self._samples), 0
+        self._in_period = self._turn = 0
+        self._clock.begin_period(0, len(self._samples))
+
+    def retune(self, every: int, compress: CompressValue, figures: RankFigures | None = None) -> None:
+        """Change the period and the codec; all ranks of a generation call it alike, after the same outer step.
+
+        `figures` say how fast the ranks are, if no outer step has done so yet.
+        """
+        self.every = self._every = every
+        if self._generations is not None:
+            self._generations.change_compression(compress)
+        if figures is not None:
+            self._clock.agree(figures, every, len(self._samples))
+
+    @property
+    def period_seconds(self) -> float:
+        """How long a period lasts at the ranks' own pace, as all ranks have computed it; 0 while it is unknown."""
+        return self._clock.period_seconds
+
+    def take_done(self) -> int:
+        """Return the samples that no exchange of a generation has told yet, which none will tell any more."""
+        done, self._done = self._done, 0
+        return done
+
+    def finish(self) -> list[RankFigures]:
         """Take the pending outer step, and make the parameters of all ranks their mean: the end of a training.
 
-        Every rank calls it.
+        Every rank calls it. Return what the ranks of a generation said of themselves in each exchange.
         """
-        self._land()
+        told = []
+        if self._land() and self.figures is not None:
+            told.append(self.figures)
         for fragment in range(len(self._samples)):
             self._launch(fragment)
             flight, self._flying = self._flying, None
             assert flight is not None
             self._steps_of.settle(fragment, flight.mean())
+            if self.figures is not None:
+                told.append(self.figures)
+        return told
 
     @contextlib.contextmanager
     def outer_parameters(self) -> Iterator[None]:
@@ -348,7 +390,7 @@ class DiLoCo:
 
     def _is_turn(self) -> bool:
         """Tell whether a fragment is sent after this step: number k of n at (k + 1) / n of every period."""
-        if self._is_at_own_pace:
+        if self._is_at_own_pace and self._clock.period_seconds:
             return self._clock.is_due(self._turn, len(self._samples))
         due: int = (self._turn + 1) * self._every // len(self._samples)
         return self._in_period >= due
@@ -359,7 +401,7 @@ class DiLoCo:
     def _exchange(self) -> bool:
         """Send the fragment whose turn it is, after the pending outer step; return whether an outer step was taken."""
         landed = self._land()
-        if self._is_ending:
+        if self._is_ending or (landed and self._generations is not None):
             return landed
         self._launch(self._turn)
         self._turn += 1
@@ -450,10 +492,10 @@ class _Clock:
     """
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=TIMED)
+        self._times: deque[float] = deque(maxlen=MEDIAN_OF)
         self._began_at = self._step_at = 0.0
         self.period_seconds = 0.0
-        """0 before the ranks know how long their steps take."""
+        """0 before the ranks know how long their steps take: then steps count."""
 
     @property
     def step_seconds(self) -> float:
@@ -482,8 +524,6 @@ class _Clock:
         self._began_at += waited
 
     def is_due(self, turn: int, count: int) -> bool:
-        if not self.period_seconds:  # after a single step, so that all ranks learn how fast the others are
-            return True
         return time.monotonic() >= self._began_at + self.period_seconds * (turn + 1) / count
 
     def has_flown(self, sent_at: float) -> bool:

@@ -1,0 +1,222 @@
+"""train_together: one loop that keeps its promises in each way, changes ways, and survives losses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.support.waiting import DEADLINE
+from tests.torch.test_elastic import Party
+from torch.utils.data import DataLoader, TensorDataset
+
+import covey.torch.training.together as together_module
+from covey.base.errors import ConfigError
+from covey.plan.training import SlowestLine, TrainingWay
+from covey.runtime.group.internals import engine_of
+from covey.torch.training.averaging import RankFigures
+from covey.torch.training.together import TrainTogether, train_together
+from covey.torch.training.ways import Measured, candidates, choose
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SAMPLES, BATCH = 220, 12
+WAYS = [("diloco", "int8", 8), ("ddp", "", 1), ("diloco", "int4", 6), ("ddp", "int8", 1)]
+INPUTS = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.tanh(INPUTS @ torch.tensor([1.0, -2.0, 3.0, 0.5]))
+
+
+class Net(torch.nn.Module):
+    """A model with a frozen layer, a tied weight, and a parameter that is not trained by the optimizer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.frozen = torch.nn.Linear(4, 8), torch.nn.Linear(4096, 8)
+        self.last, self.tied = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.last.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(torch.tanh(self.last(torch.tanh(self.first(x))))).sum(1)
+
+    def loss(self) -> float:
+        with torch.no_grad():
+            return float((self(INPUTS) - TARGETS).square().mean())
+
+
+class Training:
+    """One process's loop, which tells what it did."""
+
+    def __init__(self, slot: int, tell: Callable[..., None], **options: Any) -> None:
+        self.tell, self.model = tell, Net(slot)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
+        data = TensorDataset(INPUTS, TARGETS, torch.arange(SAMPLES))
+        self.together: TrainTogether = train_together(
+            self.model, self.optimizer, DataLoader(data, batch_size=BATCH, shuffle=True), scheduler=self.scheduler,
+            timeout=DEADLINE, **{"epochs": 2, **options},
+        )  # fmt: skip
+
+    def run(self, before_step: Callable[[], None] = lambda: None) -> None:
+        together = self.together
+        for inputs, targets, numbers in together:
+            epoch = together.epoch
+            (self.model(inputs) - targets).square().mean().backward()
+            before_step()
+            together.step()
+            self.tell("trained", (epoch, numbers.tolist(), together.way))
+
+    def result(self) -> dict[str, Any]:
+        together = self.together
+        return {
+            "done": together.done,
+            "samples": together.samples,
+            "lost": together.lost,
+            "rate": self.scheduler.get_last_lr(),
+            "parameters": [parameter.detach().tolist() for parameter in self.model.parameters()],
+            "loss": self.model.loss(),
+        }
+
+
+def alone(**options: Any) -> Training:
+    training = Training(0, lambda *_: None, **options)
+    training.run()
+    return training
+
+
+def counts(party: Party) -> Counter[tuple[int, int]]:
+    return Counter((value[0], number) for _, kind, value in party.heard if kind == "trained" for number in value[1])
+
+
+def exactly(slot: int, tell: Callable[..., None]) -> Any:
+    training = Training(slot, tell, exact=True)
+    training.run()
+    return training.result()
+
+
+def test_with_exact_the_numbers_are_those_of_one_machine_with_the_whole_batch() -> None:
+    with Party(2, exactly) as party:
+        for slot in range(2):
+            party.start(slot)
+        returned = party.await_all()
+    single = alone(exact=True).result()
+    for found in returned.values():
+        assert (found["samples"], found["lost"], found["rate"]) == (2 * SAMPLES, 0, single["rate"])
+        for mine, wanted in zip(found["parameters"], single["parameters"], strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(wanted), rtol=1e-3, atol=1e-5)
+    assert counts(party) == Counter({(epoch, n): 1 for epoch in range(2) for n in range(SAMPLES)})
+    assert {value[2] for _, kind, value in party.heard if kind == "trained"} == {"DDP"}
+
+
+def in_turns(slot: int, tell: Callable[..., None]) -> Any:
+    """Use one way after the other, as if the line changed at each measurement."""
+    ways = iter([*WAYS, *WAYS])
+    together_module.choose = lambda *_, **__: TrainingWay(*next(ways), 1e-3, 1.0, 1.0)  # type: ignore[assignment]
+    together_module.LOOK_SECONDS = (0.01, 0.01)  # type: ignore[misc]
+    training = Training(slot, tell, epochs=6)
+    training.run()
+    return training.result()
+
+
+def test_all_ranks_change_their_way_at_the_same_step_and_each_sample_is_trained_on_once() -> None:
+    with Party(2, in_turns) as party:
+        for slot in range(2):
+            party.start(slot)
+        returned = party.await_all()
+    assert counts(party) == Counter({(epoch, n): 1 for epoch in range(6) for n in range(SAMPLES)})
+    first, second = returned.values()
+    assert first == second
+    assert first["done"]
+    assert first["samples"] == 6 * SAMPLES
+    used = {value[2] for _, kind, value in party.heard if kind == "trained"}
+    assert {"measuring", "DDP", "DDP int8"} < used
+    assert {way.split(" every")[0] for way in used} > {"DiLoCo int8", "DiLoCo int4"}
+    assert first["loss"] < 0.5 * Net(0).loss()
+
+
+def survive(slot: int, tell: Callable[..., None]) -> Any:
+    kind = os.environ["TOGETHER_WAY"]
+    way = TrainingWay(*WAYS[int(kind)], 1e-3, 1.0, 1.0)
+    together_module.choose = lambda *_, **__: way  # type: ignore[assignment]
+    training = Training(slot, tell, epochs=6)
+    together = training.together
+
+    def before_step() -> None:
+        group = together.group
+        if group.generation == 0 and together.samples > 4 * BATCH:
+            if slot == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            until = time.monotonic() + DEADLINE
+            while together.lost and not engine_of(group).knows_change:
+                assert time.monotonic() < until
+                time.sleep(0.002)
+
+    training.run(before_step)
+    return training.result(), together.group.generation, together.group.size
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_rank_is_killed_and_comes_back_and_no_sample_is_left_out(way: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOGETHER_WAY", str(way))
+    with Party(2, survive) as party:
+        for slot in range(2):
+            party.start(slot)
+        party.await_heard("gone", 1)
+        party.start(1, restart=1)
+        returned = party.await_all()
+        trained = counts(party)
+    results = [result for result, *_ in returned.values()]
+    assert all((generation, size) == (1, 2) for _, generation, size in returned.values())
+    assert results[0] == results[1]
+    assert results[0]["samples"] == 6 * SAMPLES
+    assert 0 < results[0]["lost"] < SAMPLES
+    assert trained.keys() == {(epoch, n) for epoch in range(6) for n in range(SAMPLES)}
+    again = sum(times - 1 for times in trained.values())
+    assert again <= results[0]["lost"]  # only what the lost rank had been dealt
+    assert results[0]["loss"] < 0.5 * Net(0).loss()
+
+
+def test_the_choice_follows_from_the_line_the_machines_and_the_promise() -> None:
+    def found(mbit: float, *seconds: float) -> Measured:
+        ranks = tuple(range(len(seconds)))
+        return Measured(RankFigures(ranks, list(seconds), [0] * len(seconds)), SlowestLine(mbit * 1e6 / 8, 2e-4))
+
+    nbytes, batch, each = 4 * 3_200_000, 128, 0.082 / 64
+    assert choose(found(100_000, each, each), batch, nbytes, None, is_exact=False).text == "DDP"
+    slow = choose(found(100, each, each), batch, nbytes, None, is_exact=False)
+    assert slow.kind == "diloco"
+    assert choose(found(100, each, each), batch, nbytes, None, is_exact=True).text == "DDP"
+    slower = choose(found(10, each, each), batch, nbytes, None, is_exact=False)
+    assert (slower.kind, slower.every > slow.every) == ("diloco", True)
+    lora = choose(found(10, each, each), batch, nbytes // 100, None, is_exact=False)
+    assert lora.kind == "ddp" or lora.every <= slow.every
+    now, changes = None, 0
+    for step in range(300):  # a line that becomes slower, and whose measurements vary
+        mbit = 3000 * 0.98**step * (1.03 if step % 2 else 0.97)
+        way = choose(found(mbit, each, each), batch, nbytes, now, is_exact=False)
+        changes += now is not None and way[:2] != now[:2]
+        now = way
+    assert 1 <= changes <= 6
+    assert choose(found(100_000, each, each), batch, nbytes, slower, is_exact=False).kind == "ddp"
+    # A machine at half speed still adds what it has.
+    uneven = candidates(found(100, each, each, 2 * each), batch, nbytes, is_exact=False)[0]
+    even = candidates(found(100, each, each), batch, nbytes, is_exact=False)[0]
+    assert uneven.samples_per_second > 1.2 * even.samples_per_second
+
+
+def test_loaders_that_it_cannot_deal_from_are_refused() -> None:
+    model = Net(0)
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    data = TensorDataset(INPUTS)
+    with pytest.raises(ConfigError, match="no sampler"):
+        train_together(model, optimizer, DataLoader(data, batch_size=None))
+    with pytest.raises(ConfigError, match="empty"):
+        train_together(model, optimizer, DataLoader(TensorDataset(INPUTS[:0]), batch_size=2))
+    with pytest.raises(ConfigError, match="data set with a length"):
+        train_together(model, optimizer, [1, 2])  # type: ignore[arg-type]
