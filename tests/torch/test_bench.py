@@ -45,3 +45,18 @@ def test_ddp_trains_to_the_same_parameters_on_both_sides() -> None:
         "covey": 3,
         "gloo": 3,
     }
+
+
+@pytest.mark.thorough
+def test_training_is_compared_over_a_shaped_line(tmp_path: Path) -> None:
+    file, picture = tmp_path / "courses.json", tmp_path / "losses.svg"
+    ways = "alone,bound,gloo,ddp int8,diloco,together"
+    bench("train", "--quick", "--models=lora", f"--ways={ways}", f"--add={file}", f"--plot={picture}")
+    courses = json.loads(file.read_text())
+    assert [(each["way"], each["line"]) for each in courses] == [
+        ("alone", 0), ("bound", 0), ("gloo", 100), ("ddp int8", 100), ("diloco", 100), ("together", 100),
+    ]  # fmt: skip
+    assert all(each["points"] for each in courses)
+    assert "polyline" in picture.read_text()
+    shown = bench("train", "--show", f"--add={file}")
+    assert "train_together" in shown

@@ -105,7 +105,11 @@ def test_an_example_runs_under_torchrun_as_well() -> None:
 def test_every_example_is_tried() -> None:
     by_others = {"data_parallel.py", "hello.py", "relay.py", "survive.py", "typed.py"}  # in tests/test_examples.py
     by_others |= {"coordinated.py"}  # in tests/e2e/test_coordinator.py
-    assert {path.name for path in EXAMPLES.glob("*.py")} == TOGETHER.keys() | by_others | {"elastic.py", "lora.py", "together.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == TOGETHER.keys() | by_others | {
+        "elastic.py",
+        "lora.py",
+        "together.py",
+    }
 
 
 if __name__ == "__main__":

@@ -356,6 +356,46 @@ def calls(
 
 
 @app.command()
+def train(
+    models: Annotated[str, typer.Option(help="mlp, attention, lora, separated by commas.")] = "mlp",
+    lines: Annotated[str, typer.Option(help="Speeds of lines in Mbit/s, separated by commas.")] = "100",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    ways: Annotated[str, typer.Option(help="Ways to train, separated by commas.", show_default="all")] = "",
+    ranks: Annotated[int, typer.Option("-n", metavar="N", help="Machines, a core each.")] = 2,
+    seconds: Annotated[float | None, typer.Option(help="Of each training.", show_default="60")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short trainings: to try it, not to compare.")] = False,
+    add: Annotated[Path | None, typer.Option(help="Add the courses to this JSON file, and show all in it.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Measure nothing: show what is in the file of --add.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the losses here, as SVG.", dir_okay=False)] = None,
+) -> None:
+    """Measure how much faster machines train together than one alone. Linux, as root."""
+    from covey.lab.bench import train as trials
+
+    require_torch("covey bench train")
+    if show and add is None:
+        raise ConfigError("--show needs the file of --add")
+    trial = trials.TrainTrial(
+        models=tuple(parse_names(models)),
+        lines=parse_numbers("--lines", lines),
+        seeds=tuple(int(word) for word in parse_names(seeds)),
+        ways=tuple(word.strip() for word in ways.split(",")) if ways else trials.WAYS,
+        seconds=seconds or (3.0 if quick else 60.0),
+        size=ranks,
+    )
+    console = Console()
+    courses = trials.from_json(json.loads(add.read_text())) if add is not None and add.exists() else []
+    if not show:
+        with cleaning_up_on(signal.SIGTERM, signal.SIGHUP), working("starting", console=console) as tell:
+            courses += trials.measure(trial, tell or (lambda text: console.print(text, highlight=False)))
+    if add is not None:
+        add.write_text(json.dumps(trials.as_json(courses)))
+    console.print(trials.table(trials.rows(courses)))
+    if plot is not None:
+        plot.write_text(trials.draw(courses))
+        console.print(f"wrote {plot}", highlight=False)
+
+
+@app.command()
 def metrics(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
