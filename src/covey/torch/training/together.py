@@ -8,10 +8,8 @@ and those of a lost rank are dealt again.
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -21,16 +19,17 @@ from covey.base.errors import ConfigError, GroupChangedError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
 from covey.plan import training
-from covey.runtime.group.internals import report_for_program, tell_of_training
+from covey.runtime.group.internals import report_for_program
 from covey.runtime.joining.generations import generations
 from covey.torch.training.averaging import RankFigures
 from covey.torch.training.diloco import DiLoCo
 from covey.torch.training.gradient_buckets import GradientBuckets
 from covey.torch.training.local_sgd import flat, parts, trained_by
+from covey.torch.training.pools import Pools
 from covey.torch.training.sampler import ElasticSampler, Pace, by_speed
 from covey.torch.training.step_times import is_asked
 from covey.torch.training.structure import share_buffers, take_apart
-from covey.torch.training.ways import agree, alone_is_better, candidates, choose, measure, own_pace
+from covey.torch.training.ways import agree, candidates, choose, measure, own_pace, predicted, tell
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from covey.plan.training import TrainingWay
     from covey.runtime.group.group import Group
     from covey.torch.training.ways import Measured
-
-logger = logging.getLogger("covey")
 
 OPENING_STEPS: Final = 4
 """Steps that each rank takes alone at first, so that all know how fast they are."""
@@ -97,10 +94,7 @@ class TrainTogether:
         """Steps of the opening of this generation that this rank has taken."""
         self._look_after, self._looks_in = LOOK_SECONDS[0], 0
         """Seconds until the next measurement, and exchanges until then."""
-        self._pools: list[deque[int]] = []
-        """By rank: the samples that were dealt to it, and were not reported as trained."""
-        self._given = 0
-        """How many of this rank's pool were given out."""
+        self._pools = Pools(self._sampler, 0, 0)
         self._now: list[int] | None = None
         self._given_at = 0.0
         self._pace = Pace()
@@ -223,7 +217,7 @@ class TrainTogether:
         """Average the gradients over all samples of this step, and step the optimizer."""
         sums = self._sums
         assert sums is not None
-        group, total = self.group, sum(map(len, self._pools))
+        group, total = self.group, self._pools.total
         sums.figures.done[group.rank] = own
         sums.figures.speeds[group.rank] = self._pace.speed
         contributors = tuple(int(rank) for rank in sums.sum(own, total))
@@ -249,7 +243,7 @@ class TrainTogether:
 
     def _end_exchange(self, seconds: Sequence[float]) -> None:
         """Deal samples, and measure if it is time; all ranks are at the same place. `seconds` are those of a sample."""
-        if not self._sampler.remaining and not any(self._pools):
+        if not self._sampler.remaining and self._pools.is_empty:
             self._sampler.next_epoch()
         if self.done or self._is_over:
             return
@@ -264,19 +258,8 @@ class TrainTogether:
 
     def _settle(self, figures: RankFigures) -> int:
         """Count what ranks have trained on, and take back what was dealt to lost ones; return the samples trained."""
-        trained = 0
-        for rank, pool in enumerate(self._pools):
-            if rank not in figures.contributors:
-                self._lost += len(pool)
-                self._sampler.give_back(list(pool))
-                pool.clear()
-                continue
-            done = min(figures.done[rank], len(pool))
-            for _ in range(done):
-                pool.popleft()
-            trained += done
-            if rank == self.group.rank:
-                self._given -= done
+        trained, lost = self._pools.settle(figures.contributors, figures.done)
+        self._lost += lost
         self._working = figures.contributors
         self._samples += trained
         return trained
@@ -314,12 +297,7 @@ class TrainTogether:
             wanted = [max(least, round(AHEAD * pause * speed) + self._part) if known else least for speed in speeds]
         else:
             wanted = by_speed(self._batch, speeds)
-        counts = [0] * self.group.size
-        for rank, count in zip(self._working, wanted, strict=True):
-            counts[rank] = max(0, count - len(self._pools[rank]))
-        if self._sampler.remaining and any(counts):
-            for pool, dealt in zip(self._pools, self._sampler.deal(counts), strict=True):
-                pool.extend(dealt)
+        self._pools.deal(self._working, wanted)
 
     def _batches(self, group: Group) -> Iterator[Any]:
         """Yield this rank's batches until the generation ends, which it does after the same exchange on all ranks."""
@@ -328,20 +306,15 @@ class TrainTogether:
             if self._is_outer and self._way is None and self._opening == OPENING_STEPS:
                 self._open()
                 continue
-            mine = self._pools[group.rank]
-            if self._is_outer:
-                share = [mine[place] for place in range(self._given, min(self._given + self._part, len(mine)))]
-            else:
-                share = list(mine)
+            share = self._pools.take(self._part if self._is_outer else None)
             if not share:
                 self._take_part_without_data()
                 continue
-            self._given += len(share)
             self._opening += self._way is None
             self._now, self._given_at = share, time.perf_counter()
             data = self._fetch(share)
             if self._sums is not None and not self._is_outer:
-                self._sums.arm(len(share), sum(map(len, self._pools)))
+                self._sums.arm(len(share), self._pools.total)
             yield data
             if self._now is not None:
                 raise ConfigError("step() was not called for the last batch; every rank must call it once for each")
@@ -368,11 +341,11 @@ class TrainTogether:
 
     def _enter(self, group: Group) -> None:
         is_outer_before = self._group is not None and self._is_outer
-        self._take_back_pools()
+        self._pools.take_all_back()
         self._group, self._is_outside, self._now = group, False, None
         if not is_outer_before:
             self._diloco.rebase()
-        self._working, self._pools, self._given = tuple(range(group.size)), [deque() for _ in range(group.size)], 0
+        self._working, self._pools = tuple(range(group.size)), Pools(self._sampler, group.size, group.rank)
         self._diloco.enter(group, self._shared)
         share_buffers(group, self._model)
         self._opening, self._look_after, self._looks_in = 0, LOOK_SECONDS[0], 0
@@ -384,12 +357,6 @@ class TrainTogether:
         elif self._is_exact:
             self._looks_in = 2 * OPENING_STEPS if group.size > 1 else 0
         self._prepare_sums()
-
-    def _take_back_pools(self) -> None:
-        """Deal what was dealt in the last generation again; all ranks have the same pools at its end."""
-        for pool in self._pools:
-            self._sampler.give_back(list(pool))
-        self._pools = []
 
     def _open(self) -> None:
         """Measure for the first time. What the ranks have trained alone is part of what they send later."""
@@ -403,7 +370,11 @@ class TrainTogether:
         found, before = measure(group, sample_seconds, self._nbytes), self._way
         way = agree(group, choose(found, self._batch, self._nbytes, before, is_exact=self._is_exact), before or START)
         if group.rank == min(found.figures.contributors) and (before is None or way[:2] != before[:2]):
-            self._tell(way, found)
+            tell(group, way, found, self._batch)
+            if is_asked():
+                ways = candidates(found, self._batch, self._nbytes, is_exact=self._is_exact)
+                sys.stdout.write("\n".join(map(predicted, ways)) + "\n")
+                sys.stdout.flush()
         if is_asked():
             sys.exit(0)
         self._change(way, found)
@@ -423,8 +394,7 @@ class TrainTogether:
         elif is_outer and not was_outer:
             self._diloco.rebase()
         if was_outer != is_outer:
-            self._take_back_pools()
-            self._pools, self._given = [deque() for _ in range(self.group.size)], 0
+            self._pools.take_all_back()
         is_new = self._way is None or way[:2] != self._way[:2]
         self._way = way
         if is_outer:
@@ -478,22 +448,6 @@ class TrainTogether:
         with torch.no_grad():
             for tensor, mean in zip(ordered, parts(row, ordered), strict=True):
                 tensor.copy_(mean)
-
-    def _tell(self, way: TrainingWay, found: Measured) -> None:
-        text = (
-            f"{len(found.speeds)} ranks train together by {way.text}; "
-            f"all_reduces at {found.line.bytes_per_second * 8 / 1e6:.3g} Mbit/s"
-        )
-        gain = alone_is_better(found, way, self._batch)
-        if gain > training.CLEARLY:
-            text += f". One machine alone would be {gain:.1f} times faster"
-            logger.warning("%s", text)
-        tell_of_training(self.group, text)
-        if is_asked():
-            ways = candidates(found, self._batch, self._nbytes, is_exact=self._is_exact)
-            rows = [f"{each.text}: {each.samples_per_second:.4g} samples/s, {each.useful:.4g} count" for each in ways]
-            sys.stdout.write("\n".join([text, *rows]) + "\n")
-            sys.stdout.flush()
 
 
 def train_together(

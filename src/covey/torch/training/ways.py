@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from covey.plan import training
+from covey.runtime.group.internals import tell_of_training
 from covey.torch.training.averaging import RankFigures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.runtime.group.group import Group
+
+logger = logging.getLogger("covey")
 
 PROBE_SECONDS: Final = 0.15
 """A probe of the line that took at least so long measures its sustained rate, not what a queue of it swallows."""
@@ -130,3 +134,21 @@ def agree(group: Group, found: training.TrainingWay, kept: training.TrainingWay)
 def alone_is_better(found: Measured, used: training.TrainingWay, batch: int) -> float:
     """Return how many times faster the best machine alone would be: with batches of its own part."""
     return training.alone(own_pace(found, batch)).useful / used.useful
+
+
+def predicted(way: training.TrainingWay) -> str:
+    """Return what a way is predicted to bring, in words."""
+    return f"{way.text}: {way.samples_per_second:.4g} samples/s, {way.useful:.4g} that count"
+
+
+def tell(group: Group, way: training.TrainingWay, found: Measured, batch: int) -> None:
+    """Tell the run which way its ranks use from now on, and the user if one machine alone would be faster."""
+    text = (
+        f"{len(found.speeds)} ranks train together by {way.text}; "
+        f"all_reduces at {found.line.bytes_per_second * 8 / 1e6:.3g} Mbit/s"
+    )
+    gain = alone_is_better(found, way, batch)
+    if gain > training.CLEARLY:
+        text += f". One machine alone would be {gain:.1f} times faster"
+        logger.warning("%s", text)
+    tell_of_training(group, text)
