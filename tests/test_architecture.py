@@ -268,7 +268,7 @@ def test_each_layer_uses_only_the_libraries_it_is_known_for() -> None:
             if top in OPPONENTS - known:
                 if not path.is_relative_to(SRC / "lab" / "bench"):
                     wrong.append(f"{path}:{node.lineno} imports {name}")
-                if node.col_offset == 0:
+                if node.col_offset == 0 and path.name != "train_worker.py":  # a program, which nothing imports
                     wrong.append(f"{path}:{node.lineno} imports {name} before a benchmark asks for it")
             elif top not in known:
                 wrong.append(f"{path}:{node.lineno} imports {name}")

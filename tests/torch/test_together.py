@@ -22,7 +22,7 @@ from covey.runtime.counters import process
 from covey.runtime.group.internals import engine_of
 from covey.torch.training.averaging import RankFigures
 from covey.torch.training.together import TrainTogether, train_together
-from covey.torch.training.ways import Measured, candidates, choose
+from covey.torch.training.ways import MachinesAndLine, choose, possible_ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,7 +120,7 @@ def in_turns(slot: int, tell: Callable[..., None]) -> Any:
     """Use one way after the other, as if the line changed at each measurement."""
     ways = itertools.cycle(WAYS)
     together_module.choose = lambda *_, **__: TrainingWay(*next(ways), 1e-3, 1.0, 1.0)  # type: ignore[assignment]
-    together_module.LOOK_SECONDS = (0.01, 0.01)  # type: ignore[misc]
+    together_module.MEASURE_AFTER = (0.01, 0.01)  # type: ignore[misc]
     training = Training(slot, tell, epochs=6)
     training.run()
     return training.result(), process.coded()[1]
@@ -188,9 +188,9 @@ def test_a_rank_is_killed_and_comes_back_and_no_sample_is_left_out(way: int, mon
 
 
 def test_the_choice_follows_from_the_line_the_machines_and_the_promise() -> None:
-    def found(mbit: float, *seconds: float) -> Measured:
+    def found(mbit: float, *seconds: float) -> MachinesAndLine:
         ranks = tuple(range(len(seconds)))
-        return Measured(RankFigures(ranks, list(seconds), [0] * len(seconds)), SlowestLine(mbit * 1e6 / 8, 2e-4))
+        return MachinesAndLine(RankFigures(ranks, list(seconds), [0] * len(seconds)), SlowestLine(mbit * 1e6 / 8, 2e-4))
 
     nbytes, batch, each = 4 * 3_200_000, 128, 0.082 / 64
     assert choose(found(100_000, each, each), batch, nbytes, None, is_exact=False).text == "DDP"
@@ -210,8 +210,8 @@ def test_the_choice_follows_from_the_line_the_machines_and_the_promise() -> None
     assert 1 <= changes <= 6
     assert choose(found(100_000, each, each), batch, nbytes, slower, is_exact=False).kind == "ddp"
     # A machine at half speed still adds what it has.
-    uneven = candidates(found(100, each, each, 2 * each), batch, nbytes, is_exact=False)[0]
-    even = candidates(found(100, each, each), batch, nbytes, is_exact=False)[0]
+    uneven = possible_ways(found(100, each, each, 2 * each), batch, nbytes, is_exact=False)[0]
+    even = possible_ways(found(100, each, each), batch, nbytes, is_exact=False)[0]
     assert uneven.samples_per_second > 1.2 * even.samples_per_second
 
 

@@ -13,7 +13,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 from xml.sax.saxutils import escape
 
@@ -31,7 +31,7 @@ WAYS: Final = ("alone", "bound", "gloo", "ddp", "ddp int8", "diloco", "together"
 UNSHAPED: Final = ("alone", "bound")
 """Ways for which the line does not matter: they are measured once for each model and seed."""
 TRAINED_MODELS: Final = ("mlp", "attention", "lora")
-BATCHES: Final = {"mlp": 128, "attention": 16, "lora": 128}
+BATCH_OF_EACH: Final = {"mlp": 128, "attention": 16, "lora": 128}
 START_SECONDS: Final = 120.0
 """For interpreters to start, ranks to join, and the copies to be judged."""
 NAMES: Final = {
@@ -62,6 +62,24 @@ class TrainTrial:
                 raise ConfigError(f"unknown {what} {', '.join(unknown)}; choose from {', '.join(known)}")
         if self.seconds <= 0 or not 2 <= self.size <= 16 or any(line <= 0 for line in self.lines):
             raise ConfigError("seconds and lines must be above 0, and -n from 2 to 16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOrder:
+    """What one rank does."""
+
+    way: str
+    model: str
+    seed: int
+    seconds: float
+    """Of training, without the start; the lowest rank ends the run."""
+    rank: int
+    size: int
+    batch: int
+    """Of each rank; for `together`, a part of it of the loader's batch."""
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +135,17 @@ def measure(trial: TrainTrial, say: Callable[[str], None]) -> list[TrainCourse]:
 
 def _run(lan: Lan, trial: TrainTrial, model: str, way: str, seed: int) -> list[tuple[float, int, float]]:
     """Run the ranks of one way until the lowest one has its time; return its course."""
-    from covey.lab.bench.train_worker import TrainOrder
-
     env = {"BENCH_GLOO": f"tcp://{lan.hosts[0].ip4}:29511", "GLOO_SOCKET_IFNAME": "eth0", "COVEY_SECRET": "5a" * 32}
     ranks = []
     for rank, host in enumerate(lan.hosts):
         order = TrainOrder(
-            way=way, model=model, seed=seed, seconds=trial.seconds, rank=rank, size=len(lan.hosts), batch=BATCHES[model]
+            way=way,
+            model=model,
+            seed=seed,
+            seconds=trial.seconds,
+            rank=rank,
+            size=len(lan.hosts),
+            batch=BATCH_OF_EACH[model],
         )
         command = [sys.executable, "-m", "covey.lab.bench.train_worker", order.as_json()]
         if rank:  # nothing reads what the others say: it must not fill a pipe
@@ -212,7 +234,7 @@ def from_json(plain: Iterable[dict[str, Any]]) -> list[TrainCourse]:
 
 
 PANEL: Final = (300, 230)
-MARGIN: Final = (56, 96)
+PANEL_MARGIN: Final = (56, 96)
 
 
 def draw(courses: Sequence[TrainCourse]) -> str:
@@ -221,8 +243,8 @@ def draw(courses: Sequence[TrainCourse]) -> str:
     panels = sorted({(course.model, course.line) for course in courses if course.line})
     lines = sorted({line for _, line in panels})
     models = list(dict.fromkeys(model for model, _ in panels))
-    width = MARGIN[0] + len(lines) * (PANEL[0] + MARGIN[0])
-    height = MARGIN[1] + len(models) * (PANEL[1] + 70)
+    width = PANEL_MARGIN[0] + len(lines) * (PANEL[0] + PANEL_MARGIN[0])
+    height = PANEL_MARGIN[1] + len(models) * (PANEL[1] + 70)
     ways = [way for way in WAYS if any(course.way == way for course in courses)]
     style = "".join(f" .{way.replace(' ', '-')} {{ stroke: {COLOURS[way]}; }}" for way in ways)
     parts = [
@@ -244,8 +266,8 @@ def draw(courses: Sequence[TrainCourse]) -> str:
             for each in courses
             if each.model == model and each.seed == first and each.line in (0, line) and each.points
         ]
-        left = MARGIN[0] + lines.index(line) * (PANEL[0] + MARGIN[0])
-        parts += _panel(shown, left, MARGIN[1] + models.index(model) * (PANEL[1] + 70), f"{model}, {line} Mbit/s")
+        left = PANEL_MARGIN[0] + lines.index(line) * (PANEL[0] + PANEL_MARGIN[0])
+        parts += _panel(shown, left, PANEL_MARGIN[1] + models.index(model) * (PANEL[1] + 70), f"{model}, {line} Mbit/s")
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -11,7 +11,6 @@ import os
 import sys
 import sysconfig
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import covey.torch
+from covey.lab.bench.train import TrainOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,32 +29,14 @@ if TYPE_CHECKING:
 TEXT_BYTES: Final = 6_000_000
 HELD_OUT: Final = 300_000
 """Bytes at the end of the text that no rank trains on."""
-CONTEXT: Final = 32
+CONTEXT_BYTES: Final = 32
 VOCABULARY: Final = 256
-HIDDEN: Final = 1260
+PERCEPTRON_WIDTH: Final = 1260
 ADAPTER: Final = 8
-LOOKS: Final = 40
+COPIES: Final = 40
 """Copies of the parameters that a run keeps."""
 RATE: Final = 1e-3
-RUN: Final = "covey-bench-train"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOrder:
-    """What one rank does."""
-
-    way: str
-    model: str
-    seed: int
-    seconds: float
-    """Of training, without the start; the lowest rank ends the run."""
-    rank: int
-    size: int
-    batch: int
-    """Of each rank; for `together`, a part of it of the loader's batch."""
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
+BENCH_RUN: Final = "covey-bench-train"
 
 
 class Perceptron(nn.Module):  # type: ignore[misc]
@@ -62,11 +44,14 @@ class Perceptron(nn.Module):  # type: ignore[misc]
 
     def __init__(self, *, is_adapted: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, CONTEXT)
-        width = CONTEXT * CONTEXT
-        self.inner, self.middle = nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.outer = nn.Linear(HIDDEN, VOCABULARY)
-        self.down, self.up = nn.Linear(HIDDEN, ADAPTER, bias=False), nn.Linear(ADAPTER, HIDDEN, bias=False)
+        self.embed = nn.Embedding(VOCABULARY, CONTEXT_BYTES)
+        width = CONTEXT_BYTES * CONTEXT_BYTES
+        self.inner, self.middle = nn.Linear(width, PERCEPTRON_WIDTH), nn.Linear(PERCEPTRON_WIDTH, PERCEPTRON_WIDTH)
+        self.outer = nn.Linear(PERCEPTRON_WIDTH, VOCABULARY)
+        self.down, self.up = (
+            nn.Linear(PERCEPTRON_WIDTH, ADAPTER, bias=False),
+            nn.Linear(ADAPTER, PERCEPTRON_WIDTH, bias=False),
+        )
         self.is_adapted = is_adapted
         for part in (self.down, self.up):
             part.requires_grad_(is_adapted)
@@ -86,7 +71,7 @@ class Transformer(nn.Module):  # type: ignore[misc]
 
     def __init__(self, width: int = 192, layers: int = 4) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.embed, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT_BYTES, width)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.outer = nn.Linear(width, VOCABULARY)
@@ -112,10 +97,10 @@ class Windows(Dataset[Any]):  # type: ignore[misc]
         self._text, self._is_every = text, is_every
 
     def __len__(self) -> int:
-        return len(self._text) - CONTEXT - 1
+        return len(self._text) - CONTEXT_BYTES - 1
 
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        places = torch.tensor(indices)[:, None] + torch.arange(CONTEXT + 1)
+        places = torch.tensor(indices)[:, None] + torch.arange(CONTEXT_BYTES + 1)
         rows = self._text[places].long()
         return rows[:, :-1], rows[:, 1:] if self._is_every else rows[:, -1]
 
@@ -129,11 +114,11 @@ def library_text() -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-class Course:
+class Copies:
     """What the lowest rank keeps of a run: when, after how many samples, and the parameters."""
 
     def __init__(self, order: TrainOrder) -> None:
-        self._every, self._seconds = order.seconds / LOOKS, order.seconds
+        self._every, self._seconds = order.seconds / COPIES, order.seconds
         self._begun = time.monotonic()
         self._looked = 0.0
         self.kept: list[tuple[float, int, list[torch.Tensor]]] = []
@@ -191,14 +176,14 @@ def train(order: TrainOrder) -> list[tuple[float, int, float]]:
     return course.losses(model, Windows(text[-HELD_OUT:], is_every=is_every)) if order.rank == 0 else []
 
 
-def _together(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimizer, data: Windows) -> Course:
+def _together(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimizer, data: Windows) -> Copies:
     loader = DataLoader(data, batch_size=order.batch * order.size, shuffle=True, collate_fn=lambda pair: pair)
     together = covey.torch.train_together(
-        model, optimizer, loader, epochs=1000, seed=order.seed, run=RUN, min_size=order.size, timeout=120
+        model, optimizer, loader, epochs=1000, seed=order.seed, run=BENCH_RUN, min_size=order.size, timeout=120
     )
     course, way = None, ""
     for inputs, targets in together:
-        course = course or Course(order)  # the start does not count
+        course = course or Copies(order)  # the start does not count
         if course.is_over and order.rank == 0:
             break
         loss_of(model(inputs), targets).backward()
@@ -212,13 +197,13 @@ def _together(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimi
     return course
 
 
-def _apart(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimizer, data: Windows) -> Course:
+def _apart(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimizer, data: Windows) -> Copies:
     """Train in a way that does not choose."""
     trained: nn.Module = model
     diloco = None
     if order.way != "alone":
         kind = "gloo" if order.way == "gloo" else "covey"
-        method = os.environ["BENCH_GLOO"] if kind == "gloo" else f"covey://{RUN}?size={order.size}&timeout=120"
+        method = os.environ["BENCH_GLOO"] if kind == "gloo" else f"covey://{BENCH_RUN}?size={order.size}&timeout=120"
         place = {"rank": order.rank, "world_size": order.size} if kind == "gloo" else {}
         dist.init_process_group(kind, init_method=method, **place)
     if order.way in ("gloo", "ddp", "ddp int8", "bound"):
@@ -228,7 +213,7 @@ def _apart(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimizer
     if order.way == "diloco":
         diloco = covey.torch.DiLoCo(model, optimizer, every=20, fragments=4, overlap=True, compress="int8")
     agreed = contextlib.nullcontext if diloco is None else diloco.outer_parameters
-    course, of_all = Course(order), order.batch * (1 if order.way == "alone" else order.size)
+    course, of_all = Copies(order), order.batch * (1 if order.way == "alone" else order.size)
     for steps, (inputs, targets) in enumerate(batches(order, data), 1):
         optimizer.zero_grad()
         loss_of(trained(inputs), targets).backward()

@@ -29,25 +29,25 @@ from covey.torch.training.pools import Pools
 from covey.torch.training.sampler import ElasticSampler, Pace, by_speed
 from covey.torch.training.step_times import is_asked
 from covey.torch.training.structure import share_buffers, take_apart
-from covey.torch.training.ways import agree, candidates, choose, measure, own_pace, predicted, tell
+from covey.torch.training.ways import agree, choose, measure, own_pace, possible_ways, predicted, tell
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from covey.plan.training import TrainingWay
     from covey.runtime.group.group import Group
-    from covey.torch.training.ways import Measured
+    from covey.torch.training.ways import MachinesAndLine
 
 OPENING_STEPS: Final = 4
 """Steps that each rank takes alone at first, so that all know how fast they are."""
-AHEAD: Final = 3.0
+DEALT_AHEAD: Final = 3.0
 """A rank is dealt samples for so many exchanges: one is under way, one is being filled."""
-LOOK_SECONDS: Final = (5.0, 60.0)
+MEASURE_AFTER: Final = (5.0, 60.0)
 """The ranks measure the line again after the first of these times, then after twice as long, up to the second."""
 FIRST_CODEC: Final = "int8"
-START: Final = training.TrainingWay("diloco", FIRST_CODEC, 64, 0.0, 0.0, 1.0)
+FIRST_WAY: Final = training.TrainingWay("diloco", FIRST_CODEC, 64, 0.0, 0.0, 1.0)
 """The way before anything is measured."""
-EXACT: Final = training.TrainingWay("ddp", "", 1, 0.0, 0.0, 1.0)
+EXACT_WAY: Final = training.TrainingWay("ddp", "", 1, 0.0, 0.0, 1.0)
 
 
 class TrainTogether:
@@ -81,7 +81,7 @@ class TrainTogether:
         self._sampler = ElasticSampler(len(cast("Any", loader.dataset)), shuffle=shuffle, seed=seed)
         fragments = min(training.FRAGMENTS, len(self._parameters))
         self._diloco = DiLoCo(
-            model, optimizer, every=START.every, fragments=fragments, overlap=True, compress=FIRST_CODEC,
+            model, optimizer, every=FIRST_WAY.every, fragments=fragments, overlap=True, compress=FIRST_CODEC,
             generations=True, own_pace=True,
         )  # fmt: skip
         self._fragments = fragments
@@ -92,7 +92,7 @@ class TrainTogether:
         """None before the ranks have measured."""
         self._opening = 0
         """Steps of the opening of this generation that this rank has taken."""
-        self._look_after, self._looks_in = LOOK_SECONDS[0], 0
+        self._look_after, self._looks_in = MEASURE_AFTER[0], 0
         """Seconds until the next measurement, and exchanges until then."""
         self._pools = Pools(self._sampler, 0, 0)
         self._now: list[int] | None = None
@@ -294,7 +294,9 @@ class TrainTogether:
             known = [speed for speed in speeds if speed > 0]
             pause = self._diloco.period_seconds / self._fragments
             least = OPENING_STEPS * self._part
-            wanted = [max(least, round(AHEAD * pause * speed) + self._part) if known else least for speed in speeds]
+            wanted = [
+                max(least, round(DEALT_AHEAD * pause * speed) + self._part) if known else least for speed in speeds
+            ]
         else:
             wanted = by_speed(self._batch, speeds)
         self._pools.deal(self._working, wanted)
@@ -348,9 +350,9 @@ class TrainTogether:
         self._working, self._pools = tuple(range(group.size)), Pools(self._sampler, group.size, group.rank)
         self._diloco.enter(group, self._shared)
         share_buffers(group, self._model)
-        self._opening, self._look_after, self._looks_in = 0, LOOK_SECONDS[0], 0
+        self._opening, self._look_after, self._looks_in = 0, MEASURE_AFTER[0], 0
         if self._is_exact:
-            self._way = EXACT
+            self._way = EXACT_WAY
         if group.size > 1 and self._way is not None and not self._is_exact:
             self._adopt(self._way)
             self._looks_in = 1  # the machines are others now
@@ -363,16 +365,18 @@ class TrainTogether:
         found = self._look()
         self._deal(found.figures.step_seconds)
 
-    def _look(self) -> Measured:
+    def _look(self) -> MachinesAndLine:
         """Measure the ranks and the line, and use the way that is best; all ranks do it after the same exchange."""
         group = self.group
         sample_seconds = 1 / self._pace.speed if self._pace.speed else 0.0
         found, before = measure(group, sample_seconds, self._nbytes), self._way
-        way = agree(group, choose(found, self._batch, self._nbytes, before, is_exact=self._is_exact), before or START)
+        way = agree(
+            group, choose(found, self._batch, self._nbytes, before, is_exact=self._is_exact), before or FIRST_WAY
+        )
         if group.rank == min(found.figures.contributors) and (before is None or way[:2] != before[:2]):
             tell(group, way, found, self._batch)
             if is_asked():
-                ways = candidates(found, self._batch, self._nbytes, is_exact=self._is_exact)
+                ways = possible_ways(found, self._batch, self._nbytes, is_exact=self._is_exact)
                 sys.stdout.write("\n".join(map(predicted, ways)) + "\n")
                 sys.stdout.flush()
         if is_asked():
@@ -382,10 +386,10 @@ class TrainTogether:
         if way.kind == "diloco":
             pause = self._diloco.period_seconds / self._fragments
         self._looks_in = 1 + max(1, round(self._look_after / max(pause, 1e-6)))
-        self._look_after = min(2 * self._look_after, LOOK_SECONDS[1])
+        self._look_after = min(2 * self._look_after, MEASURE_AFTER[1])
         return found
 
-    def _change(self, way: TrainingWay, found: Measured) -> None:
+    def _change(self, way: TrainingWay, found: MachinesAndLine) -> None:
         was_outer, is_outer = self._is_outer, way.kind == "diloco"
         if was_outer and not is_outer:
             for figures in self._diloco.finish():
@@ -402,7 +406,7 @@ class TrainTogether:
         if is_new:
             self._prepare_sums()
 
-    def _adopt(self, way: TrainingWay, found: Measured | None = None) -> None:
+    def _adopt(self, way: TrainingWay, found: MachinesAndLine | None = None) -> None:
         """Let DiLoCo have the period and the codec of a way."""
         if way.kind != "diloco":
             return

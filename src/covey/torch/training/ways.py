@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-PROBE_SECONDS: Final = 0.15
+RATE_SECONDS: Final = 0.15
 """A probe of the line that took at least so long measures its sustained rate, not what a queue of it swallows."""
 FIRST_PROBE: Final = 1 << 16
 """Bytes of the first probe; each further one has four times as many, up to those of the gradients."""
-CLEARLY_BETTER: Final = 1.1
+WORTH_A_CHANGE: Final = 1.1
 """Another way has to be so many times faster than the one in use: changing costs an exchange, and figures vary."""
 
 _NAMES: Final = [
@@ -33,7 +33,7 @@ _NAMES: Final = [
 """The kinds and codecs of all ways, the most exact first."""
 
 
-class Measured(NamedTuple):
+class MachinesAndLine(NamedTuple):
     """What all ranks know alike."""
 
     figures: RankFigures
@@ -49,7 +49,7 @@ class Measured(NamedTuple):
         return {rank: 1 / each if each > 0 else average for rank, each in seconds.items()}
 
 
-def measure(group: Group, sample_seconds: float, nbytes: int) -> Measured:
+def measure(group: Group, sample_seconds: float, nbytes: int) -> MachinesAndLine:
     """Gather how fast the ranks are, and measure the line with sums of up to `nbytes`. Every rank calls it."""
     row = np.zeros(group.size)
     row[group.rank] = sample_seconds
@@ -70,14 +70,14 @@ def measure(group: Group, sample_seconds: float, nbytes: int) -> Measured:
         agreed[1] = time.perf_counter() - began
         group.all_reduce(agreed, "max")
         rate = 2 * (len(there) - 1) / len(there) * probe.nbytes / max(1e-9, float(agreed[1]))
-        if agreed[1] >= PROBE_SECONDS or size >= nbytes:
+        if agreed[1] >= RATE_SECONDS or size >= nbytes:
             break
         size *= 4
     rounds = max(1, len(there) - 1)
-    return Measured(figures, training.SlowestLine(max(1.0, rate), float(agreed[0]) / rounds))
+    return MachinesAndLine(figures, training.SlowestLine(max(1.0, rate), float(agreed[0]) / rounds))
 
 
-def candidates(found: Measured, batch: int, nbytes: int, *, is_exact: bool) -> list[training.TrainingWay]:
+def possible_ways(found: MachinesAndLine, batch: int, nbytes: int, *, is_exact: bool) -> list[training.TrainingWay]:
     """Return the ways that keep what was promised, with their predictions; the best first.
 
     In DDP, ranks share a batch by their speeds; in DiLoCo each takes its part of a batch at its own pace.
@@ -95,22 +95,22 @@ def candidates(found: Measured, batch: int, nbytes: int, *, is_exact: bool) -> l
     return [best, *sorted((way for way in ways if way is not best), key=lambda way: -way.useful)]
 
 
-def own_pace(found: Measured, batch: int) -> Sequence[training.Learner]:
+def own_pace(found: MachinesAndLine, batch: int) -> Sequence[training.Learner]:
     """Return the members as DiLoCo has them: each takes steps of its part of the batch."""
     part = batch / len(found.speeds)
     return [training.Learner(part / speed, part) for speed in found.speeds.values()]
 
 
 def choose(
-    found: Measured, batch: int, nbytes: int, now: training.TrainingWay | None, *, is_exact: bool
+    found: MachinesAndLine, batch: int, nbytes: int, now: training.TrainingWay | None, *, is_exact: bool
 ) -> training.TrainingWay:
     """Return the best way; the one in use, with a new prediction, unless another one is clearly better.
 
     A more exact one that is about as fast is better.
     """
-    ways = candidates(found, batch, nbytes, is_exact=is_exact)
+    ways = possible_ways(found, batch, nbytes, is_exact=is_exact)
     same = next((way for way in ways if now is not None and (way.kind, way.codec) == (now.kind, now.codec)), None)
-    if same is not None and ways[0].useful < CLEARLY_BETTER * same.useful:
+    if same is not None and ways[0].useful < WORTH_A_CHANGE * same.useful:
         is_more_exact = _NAMES.index(ways[0][:2]) < _NAMES.index(same[:2])
         return ways[0] if is_more_exact else same
     return ways[0]
@@ -131,7 +131,7 @@ def agree(group: Group, found: training.TrainingWay, kept: training.TrainingWay)
     return found._replace(kind=kind, codec=codec, every=int(row[1]))
 
 
-def alone_is_better(found: Measured, used: training.TrainingWay, batch: int) -> float:
+def alone_is_better(found: MachinesAndLine, used: training.TrainingWay, batch: int) -> float:
     """Return how many times faster the best machine alone would be: with batches of its own part."""
     return training.alone(own_pace(found, batch)).useful / used.useful
 
@@ -141,7 +141,7 @@ def predicted(way: training.TrainingWay) -> str:
     return f"{way.text}: {way.samples_per_second:.4g} samples/s, {way.useful:.4g} that count"
 
 
-def tell(group: Group, way: training.TrainingWay, found: Measured, batch: int) -> None:
+def tell(group: Group, way: training.TrainingWay, found: MachinesAndLine, batch: int) -> None:
     """Tell the run which way its ranks use from now on, and the user if one machine alone would be faster."""
     text = (
         f"{len(found.speeds)} ranks train together by {way.text}; "
