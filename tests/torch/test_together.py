@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SAMPLES, BATCH = 220, 12
+TOGETHER: Any = together_module
 WAYS = [("diloco", "int8", 8), ("ddp", "", 1), ("diloco", "int4", 6), ("ddp", "int8", 1)]
 INPUTS = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.tanh(INPUTS @ torch.tensor([1.0, -2.0, 3.0, 0.5]))
@@ -119,8 +120,8 @@ def test_with_exact_the_numbers_are_those_of_one_machine_with_the_whole_batch() 
 def in_turns(slot: int, tell: Callable[..., None]) -> Any:
     """Use one way after the other, as if the line changed at each measurement."""
     ways = itertools.cycle(WAYS)
-    together_module.choose = lambda *_, **__: TrainingWay(*next(ways), 1e-3, 1.0, 1.0)  # type: ignore[assignment]
-    together_module.MEASURE_AFTER = (0.01, 0.01)  # type: ignore[misc]
+    TOGETHER.choose = lambda *_, **__: TrainingWay(*next(ways), 1e-3, 1.0, 1.0)
+    TOGETHER.MEASURE_AFTER = (0.01, 0.01)
     training = Training(slot, tell, epochs=6)
     training.run()
     return training.result(), process.coded()[1]
@@ -148,7 +149,7 @@ def test_all_ranks_change_their_way_at_the_same_step_and_each_sample_is_trained_
 def survive(slot: int, tell: Callable[..., None]) -> Any:
     kind = os.environ["TOGETHER_WAY"]
     way = TrainingWay(*WAYS[int(kind)], 1e-3, 1.0, 1.0)
-    together_module.choose = lambda *_, **__: way  # type: ignore[assignment]
+    TOGETHER.choose = lambda *_, **__: way
     training = Training(slot, tell, epochs=6)
     together = training.together
 
@@ -224,4 +225,4 @@ def test_loaders_that_it_cannot_deal_from_are_refused() -> None:
     with pytest.raises(ConfigError, match="empty"):
         train_together(model, optimizer, DataLoader(TensorDataset(INPUTS[:0]), batch_size=2))
     with pytest.raises(ConfigError, match="data set with a length"):
-        train_together(model, optimizer, [1, 2])  # type: ignore[arg-type]
+        train_together(model, optimizer, [1, 2])

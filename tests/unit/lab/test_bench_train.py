@@ -16,7 +16,7 @@ from covey.lab.bench.train import TrainCourse, TrainTrial, as_json, draw, from_j
 def course(way: str, line: int, seed: int, *, steps_per_second: float, gain: float = 1.0) -> TrainCourse:
     """A loss that falls by a tenth with every `1 / gain` samples in a hundred."""
     points = [
-        (second, round(100 * steps_per_second * second), 5 * 0.9 ** (gain * steps_per_second * second))
+        (float(second), round(100 * steps_per_second * second), float(5 * 0.9 ** (gain * steps_per_second * second)))
         for second in range(1, 11)
     ]
     return TrainCourse(model="mlp", way=way, line=line, seed=seed, points=points)
