@@ -19,7 +19,7 @@ from xml.sax.saxutils import escape
 
 from covey.base.errors import ConfigError
 from covey.cli.layout import Column
-from covey.cli.svg import DARK, STYLE
+from covey.cli.status.drawing import DARK, STYLE
 from covey.cli.terminal import FittedTable
 
 if TYPE_CHECKING:
