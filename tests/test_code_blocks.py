@@ -198,6 +198,35 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_the_loop_of_the_guide_to_training_together_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    page = "docs/guides/training-together.md"
+    (loop,) = blocks(page)
+    model = torch.nn.Linear(4, 1)
+    inputs = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    judged: list[float] = []
+
+    def evaluate(model: Any) -> None:
+        judged.append(float(torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).detach()))
+
+    evaluate(model)
+    names = {
+        "covey": covey,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": torch.utils.data.DataLoader(data, batch_size=10),
+        "loss_fn": torch.nn.functional.mse_loss,
+        "evaluate": evaluate,
+    }
+    together = run(page, "import covey.torch\n" + loop, names)["together"]
+    assert (together.done, together.samples) == (True, 600)
+    assert judged[1] < judged[0] / 10
+
+
 def test_the_programs_of_the_guide_to_pytorch_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import torch.distributed as dist
@@ -448,6 +477,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         "docs/guides/observing.md": 4,
         "docs/guides/notebooks.md": 1,
         "docs/guides/pytorch.md": 8,
+        "docs/guides/training-together.md": 1,
         "docs/guides/metrics.md": 4,
         "docs/guides/services.md": 4,
     }
