@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-PROTOS: Final = ("covey/coordinator/coordinator.proto",)
+PROTOS: Final = ("covey/coordinator/coordinator.proto", "covey/gateway/gateway.proto")
 
 
 def generate(target: Path) -> list[Path]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 SRC: Final = Path(__file__).parents[1] / "src" / "covey"
-GENERATED: Final = ("coordinator_pb2.py", "coordinator_pb2_grpc.py")
+GENERATED: Final = ("coordinator_pb2.py", "coordinator_pb2_grpc.py", "gateway_pb2.py", "gateway_pb2_grpc.py")
 SLIVER_LINES: Final = 120
 """Modules with fewer lines are counted; those that only describe a package are not."""
 MOST_PARAMETERS: Final = 12

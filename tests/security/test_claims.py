@@ -15,6 +15,8 @@ from tests import sentences
 
 from covey.base.text import TEXT_LIMIT
 from covey.coordinator import refusal
+from covey.gateway.server import CONNECTIONS_EACH
+from covey.gateway.service import CALLS_OF_A_PROGRAM, Limits
 from covey.net.audit import audit_log
 from covey.net.discovery import mdns, sieve
 from covey.net.host import descriptors
@@ -34,6 +36,7 @@ from covey.runtime.state import audit
 from covey.wire import decoding, formation, membership, messages, seal, secret
 
 SECURITY = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+GATEWAY = Limits()
 PAIRING = "Pairing by six digits"
 DO, BOUNDS, AUDIT = "What strangers can make a node do", "Bounds", "The audit log"
 
@@ -159,6 +162,8 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{incoming.HANDLERS}; {outgoing.CALLS_LIMIT}; {incoming.CALL_PAYLOAD_BYTES >> 30} GiB",
         f"{refusal.REQUEST_BYTES >> 10} KiB; {refusal.MAX_RUNS}; {refusal.MAX_WORKERS}; {refusal.MAX_CALLS}; "
         f"{refusal.MAX_CONNECTIONS}",
+        f"{GATEWAY.programs}; 4 of {GATEWAY.nbytes >> 20} MiB; {CALLS_OF_A_PROGRAM * GATEWAY.programs}; "
+        f"{CONNECTIONS_EACH}",
         f"one in {acceptor.TOLD_SECONDS:.0f}, {problems.REFUSED_LOG_SECONDS:.0f}, {situation.NEXT_LOG_SECONDS:.0f} s",
     )
     table = [line.rpartition(" | ")[2].removesuffix(" |") for line in section(BOUNDS).strip().splitlines()[2:]]

@@ -59,8 +59,12 @@ RUN_VARIABLES: Final = (
     "COVEY_RELAY_PORT",
     "COVEY_BY_AGENT",
     "COVEY_KEPT_FOLDER",
+    "COVEY_GATEWAY",
 )
-"""The variables with which `covey run` tells the programs it starts which run of the cluster to join."""
+"""The variables with which `covey run` tells the programs it starts which run of the cluster to join.
+
+COVEY_GATEWAY is what `covey gateway` sets: where the program that it has started finds it.
+"""
 CLUSTER_VARIABLES: Final = (
     "COVEY_CLUSTER",
     "COVEY_SECRET",

@@ -20,6 +20,8 @@ from covey.net.host.folders import home
 from covey.runtime.environment import ClusterOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
     from covey.coordinator.client import CoordinatorClient
     from covey.coordinator.records import Sizes
     from covey.coordinator.security import Security
@@ -62,6 +64,12 @@ def coordinator(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     cluster: ClusterName = None,
+    gateway: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDR", help="Also let programs in other languages be workers, at unix:PATH or HOST:PORT."
+        ),
+    ] = None,
 ) -> None:
     """Run a coordinator, at which the workers of runs register and get their ranks; or ask one, with a command below.
 
@@ -69,17 +77,19 @@ def coordinator(
     started again at any time, and runs continue without it. SIGTERM and Ctrl-C end it.
 
     Beyond loopback it needs certificates (--tls-ca, --tls-cert, --tls-key) or the secret of a cluster. It also offers
-    the standard health service of gRPC, and reflection.
+    the standard health service of gRPC, and reflection. With --gateway, programs in other languages are workers, too,
+    as with `covey gateway`.
     """
     if ctx.invoked_subcommand is not None:
         return
     if listen is None:
         raise ConfigError("say where to listen, as in `covey coordinator --listen 127.0.0.1:29300`")
-    host, port = _parts(listen, least=0)
+    host, port = parts_of(listen, least=0)
     security = _security(host, tls_ca, tls_cert, tls_key, cluster)
     from covey.coordinator.server import serve
     from covey.coordinator.state_file import StateFile
 
+    beside = None if gateway is None else _gateway(gateway, host, tls_ca, tls_cert, tls_key, cluster)
     folder = home() / "coordinator" if state is None else state.absolute()
     with closing(StateFile(folder)) as file:
         asyncio.run(
@@ -90,6 +100,7 @@ def coordinator(
                 security,
                 _sizes(size, min_size, max_size, settle),
                 lambda bound: say(f"The coordinator listens at {_joined(host, bound)}, {security.words}."),
+                beside,
             )
         )
 
@@ -160,7 +171,7 @@ def checkpoint(
 def _client(
     address: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, cluster: str | None
 ) -> CoordinatorClient:
-    host, port = _parts(address, least=1)
+    host, port = parts_of(address, least=1)
     security = _security(host, tls_ca, tls_cert, tls_key, cluster)
     from covey.coordinator.client import CoordinatorClient
 
@@ -179,6 +190,28 @@ def _security(
     return choose_security(host, PemFiles.of(tls_ca, tls_cert, tls_key), ClusterOptions(cluster))
 
 
+def _gateway(
+    listen: str, host: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, cluster: str | None
+) -> Callable[[int, asyncio.Event], Coroutine[Any, Any, bool]]:
+    """Return what runs a gateway beside the coordinator; its programs are workers of that."""
+    from covey.cli.gateway import listening, told
+    from covey.coordinator.worker import WorkerNodeConfig
+    from covey.gateway.ranks import CoordinatedRanks
+    from covey.gateway.server import serve
+    from covey.gateway.service import Limits
+    from covey.net.keys.organisation import PemFiles
+
+    at = listening(listen, PemFiles.of(tls_ca, tls_cert, tls_key))
+
+    async def run(port: int, stopping: asyncio.Event) -> bool:
+        config = WorkerNodeConfig(
+            coordinator=_joined(host, port), cluster=cluster, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
+        )
+        return await serve(at, CoordinatedRanks(config), Limits(), stopping, told)
+
+    return run
+
+
 def _sizes(size: int | None, min_size: int | None, max_size: int | None, settle: float) -> Sizes | None:
     from covey.coordinator.requests import sizes
 
@@ -191,8 +224,8 @@ def _sizes(size: int | None, min_size: int | None, max_size: int | None, settle:
     return sizes(size or min_size, size or max_size, settle)
 
 
-def _parts(address: str, *, least: int) -> tuple[str, int]:
-    """Return the host and the port of an address."""
+def parts_of(address: str, *, least: int) -> tuple[str, int]:
+    """Return the host and the port of an address; ConfigError if it is none, or its port is below `least`."""
     head, colon, port = address.rpartition(":")
     if not colon or not (port.isascii() and port.isdigit() and least <= int(port) < 1 << 16):
         raise ConfigError(f"{address!r} is not an address; write host:port, like 127.0.0.1:29300")

@@ -40,6 +40,7 @@ COMMANDS: Final = {
     "estimate": "Predict how fast each way to train with several machines is.",
     "coordinator": "Give ranks to workers that register, and show the runs of such a coordinator.",
     "worker": "Start a script as a worker of a coordinator's run.",
+    "gateway": "Let programs in other languages be ranks, through gRPC.",
     "relay": "Run a relay, at which machines meet that cannot connect with each other.",
     "up": "Let members of the cluster start programs on this machine.",
     "ps": "List the programs that run on machines of the cluster.",
@@ -72,7 +73,7 @@ HEADINGS: Final = {
     "Several machines from one": ("up", "ps", "stop", "push", "data", "checkpoint"),
     "When something does not work": ("doctor", "audit", "config"),
     "Who may be in the cluster": ("clusters", "trust", "allow", "deny", "secret"),
-    "Services": ("relay", "coordinator", "worker"),
+    "Services": ("relay", "coordinator", "worker", "gateway"),
     "Measure and break": ("estimate", "bench", "chaos"),
 }
 """The headings under which `covey help` lists the commands."""

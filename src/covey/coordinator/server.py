@@ -8,17 +8,16 @@ import signal
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from covey.coordinator import coordinator_pb2 as pb
 from covey.coordinator.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from covey.coordinator.refusal import MAX_CALLS, REQUEST_BYTES, STATUS_BYTES
 from covey.coordinator.service import CoordinatorService
+from covey.coordinator.standard_services import add_standard_services
 from covey.coordinator.tls_front import TlsFront
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from covey.coordinator.records import Sizes
     from covey.coordinator.security import Security
@@ -40,18 +39,26 @@ SERVER_OPTIONS: Final = (
 
 
 async def serve(
-    host: str, port: int, state: StateFile, security: Security, sizes: Sizes | None, on_start: Callable[[int], None]
+    host: str,
+    port: int,
+    state: StateFile,
+    security: Security,
+    sizes: Sizes | None,
+    on_start: Callable[[int], None],
+    beside: Callable[[int, asyncio.Event], Coroutine[Any, Any, object]] | None = None,
 ) -> None:
     """Run a coordinator until SIGTERM or SIGINT; call `on_start(port)` when it listens.
 
+    `beside(port, stopping)` is a service that runs on the same loop meanwhile, until `stopping` is set.
+
     Raises:
-        ConfigError: it cannot listen at the address, or its state can no longer be written.
+        ConfigError: it cannot listen at the address, or its state can no longer be written; or what `beside` raises.
     """
     front = TlsFront(lambda: security.papers("server"))
     service = CoordinatorService(state, lambda peer: security.identity(front.certificate(peer)), security.hear, sizes)
     server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    checks = await _add_standard_services(server)
+    checks = await add_standard_services(server, SERVICE_NAME)
     server.add_insecure_port(front.inner)
     await server.start()
     rounds = asyncio.create_task(service.begin_rounds())
@@ -59,11 +66,18 @@ async def serve(
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopping.set)
+    further: asyncio.Task[object] | None = None
     try:
-        on_start(front.open(host, port))
-        stop = asyncio.create_task(stopping.wait())
-        await asyncio.wait((stop, service.failure), return_when=asyncio.FIRST_COMPLETED)
+        port = front.open(host, port)
+        on_start(port)
+        ends: list[asyncio.Future[Any]] = [stop := asyncio.create_task(stopping.wait()), service.failure]
+        if beside is not None:
+            ends.append(further := asyncio.create_task(beside(port, stopping)))
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
+        stopping.set()
+        if further is not None:
+            await further
         await checks.enter_graceful_shutdown()
     finally:
         front.stop_accepting()
@@ -75,14 +89,3 @@ async def serve(
         await front.close()
     if service.failure.done():
         raise service.failure.result()
-
-
-async def _add_standard_services(server: Any) -> Any:
-    """Add gRPC's health service, which is returned, and reflection."""
-    checks = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    for name in ("", SERVICE_NAME):
-        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
-    return checks

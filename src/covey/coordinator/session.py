@@ -109,6 +109,10 @@ class Session:
                 f"worker {self._terms.worker_id!r} got no rank within the timeout of {timeout:g} s: {waited}"
             )
 
+    def interrupt(self, error: CoveyError) -> None:
+        """Let `wait` raise `error`, if it has not returned a rank yet. On any thread."""
+        self._fail(error)
+
     @property
     def is_registered(self) -> bool:
         """Whether the coordinator knows this worker now, as far as this process can tell."""

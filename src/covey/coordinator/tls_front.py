@@ -1,4 +1,4 @@
-"""The TLS of a coordinator: proves the identity of each caller with TLS, and passes its bytes on to gRPC.
+"""The TLS of a coordinator or a gateway: proves the identity of each caller with TLS, and passes its bytes on to gRPC.
 
 With certificates that may change, gRPC's own TLS ends the process under bursts of handshakes, and it does not tell
 which callers it refused, or why. So the gRPC server listens at a unix socket that only
@@ -18,6 +18,7 @@ import socket
 import ssl
 import sys
 import tempfile
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import ConfigError
@@ -45,10 +46,19 @@ COORDINATOR_DESCRIPTORS: Final = 64
 
 
 class TlsFront:
-    """Where callers connect to. On the loop of the coordinator; `open` it after gRPC listens, and `close` it."""
+    """Where callers connect to. On the loop of its service; `open` it after gRPC listens, and `close` it."""
 
-    def __init__(self, papers: Callable[[], KeyAndCertificates]) -> None:
+    def __init__(
+        self,
+        papers: Callable[[], KeyAndCertificates],
+        owner: str = "the coordinator",
+        most: int = MAX_CONNECTIONS,
+        *,
+        each: int = MAX_CONNECTIONS,
+    ) -> None:
         """`papers` returns the key and certificates of now; it is called for each connection.
+
+        `owner` is what the log calls the service. `most` connections may be open, and `each` with one certificate.
 
         Raises:
             ConfigError: they cannot be used, or there is no folder for a socket.
@@ -56,16 +66,19 @@ class TlsFront:
         self._papers, self._read = papers, papers()
         self._context = tls.accepting(self._read)
         self._inner = _InnerSocket()
-        self._most = min(MAX_CONNECTIONS, max(1, (raise_limit() - COORDINATOR_DESCRIPTORS) // DESCRIPTORS))
+        self._most = min(most, max(1, (raise_limit() - COORDINATOR_DESCRIPTORS) // DESCRIPTORS))
+        self._each = each
+        self._open: Counter[bytes] = Counter()
+        """By certificate: its connections."""
         self._listeners: list[socket.socket] = []
-        self._tasks = Tasks("the coordinator")
+        self._tasks = Tasks(owner)
         self._connections = 0
         self._unproven: dict[asyncio.Task[None], None] = {}
         """The tasks of connections in their handshakes, the oldest first."""
         self._certificates: dict[str, bytes] = {}
         """Of callers, by the name that gRPC has for their connection."""
         self._log = LimitedLog(1.0)
-        self._shortage = accept_shortage("the coordinator")
+        self._shortage = accept_shortage(owner)
 
     @property
     def inner(self) -> str:
@@ -141,6 +154,9 @@ class TlsFront:
                 caller = tls.TlsConnection(sock, self._current())
                 certificate = await self._shake(caller, spell(sock.getpeername()[:2]))
                 self._unproven.pop(task, None)
+                if self._open[certificate] >= self._each:
+                    self._log.log(logging.WARNING, "a caller with %d connections was turned away", self._each)
+                    return
                 await self._pass_on(caller, certificate)
         finally:
             self._unproven.pop(task, None)
@@ -173,6 +189,7 @@ class TlsFront:
         """Carry bytes between a caller and gRPC until one of them ends the connection."""
         inner, name = self._inner.connected()
         self._certificates[name] = ssl.DER_cert_to_PEM_cert(certificate).encode()
+        self._open[certificate] += 1
         pumps = [asyncio.create_task(pump(caller, inner)) for pump in (_bring, _take)]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -181,6 +198,9 @@ class TlsFront:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
             del self._certificates[name]
+            self._open[certificate] -= 1
+            if not self._open[certificate]:
+                del self._open[certificate]
             inner.close()
             caller.farewell()
 

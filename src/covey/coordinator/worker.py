@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from covey.base.config import GroupConfig
+    from covey.base.errors import CoveyError
     from covey.coordinator import coordinator_pb2 as pb
     from covey.coordinator.session import Session
     from covey.runtime.calls.functions import FunctionRegistry
@@ -110,6 +111,7 @@ class WorkerNode:
         self._group: Group | None = None
         self._functions: FunctionRegistry | None = None
         """What the program has registered for calls in earlier rounds."""
+        self._interruption: CoveyError | None = None
         self._round = 0
         self._pid = 0
         """The process that started it."""
@@ -142,6 +144,12 @@ class WorkerNode:
         if self._pid in (0, os.getpid()):
             with self._changing:
                 self._end()
+
+    def interrupt(self, error: CoveyError) -> None:
+        """Let a `start` that waits for its rank on another thread raise `error`, now or later. Does not block."""
+        self._interruption = error
+        if (session := self._session) is not None:
+            session.interrupt(error)
 
     @property
     def worker_id(self) -> str:
@@ -252,6 +260,8 @@ class WorkerNode:
                 report=self._view,
                 order=self._pass_on,
             )
+            if self._interruption is not None:  # it came before there was a session to interrupt
+                raise self._interruption
             self._session.start()
             assigned = self._session.wait(config.timeout)
         finally:

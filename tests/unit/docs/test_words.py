@@ -93,6 +93,7 @@ REMAINING = frozenset(
 """Names that are still to be changed. `python -m tests.unit.docs.test_words` prints those that may be struck off."""
 
 SHARED = {
+    "Gateway": "a service of gRPC, whose generated code is named by its protocol, and a router of tests",
     "Standing": "two messages, of formation and of checkpoints: recorded messages name their types",
 }
 """Class names that are defined more than once, and why."""
