@@ -33,13 +33,13 @@ test: $(VENV)/.built
 	$(call with-types,$(PYTEST) -m 'not thorough')
 
 # Everything, and the contract of groups once more with the Python executor alone.
-test-all: $(VENV)/.all $(VENV)/.browser $(VENV)/.docs
+test-all: $(VENV)/.all $(VENV)/.browser $(VENV)/.node $(VENV)/.docs
 	$(call with-types,$(PYTEST))
 	TEST_EXECUTORS=python $(PYTEST) tests/contract
 
 # What CI adds to `make test`: a fifth of what only `make test-all` has, chosen by the commit's hash.
 COMMIT ?= $(shell git rev-parse HEAD)
-test-fifth: $(VENV)/.all $(VENV)/.browser $(VENV)/.docs
+test-fifth: $(VENV)/.all $(VENV)/.browser $(VENV)/.node $(VENV)/.docs
 	$(PYTEST) --fifth $(COMMIT)
 	TEST_EXECUTORS=python $(PYTEST) --fifth $(COMMIT) --fifth-of-all tests/contract
 
@@ -132,6 +132,12 @@ $(VENV)/.all: requirements-all.lock $(VENV)/.built
 # Without a browser the checks of the page fail, and say what to install.
 $(VENV)/.browser: tools/browser.py | $(VENV)/.built
 	-$(BIN)/python -m tools.browser
+	@touch $@
+
+# What programs in JavaScript need to be ranks at a gateway; npm checks it against the hashes in the lock.
+$(VENV)/.node: tests/node/package.json tests/node/package-lock.json | $(BIN)/python
+	mkdir -p $(VENV)/node && cp tests/node/package*.json $(VENV)/node
+	-cd $(VENV)/node && npm ci --ignore-scripts --no-audit --no-fund
 	@touch $@
 
 # Builds the compiled executor, too; without a working compiler the rest is installed all the same.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import os
 import socket
@@ -44,6 +45,13 @@ CONNECTIONS_EACH: Final = 32
 """Of one certificate."""
 MAX_SOCKET_PATH: Final = 100
 START_SECONDS: Final = 60.0
+M_TRIM_THRESHOLD: Final = -1
+M_MMAP_THRESHOLD: Final = -3
+"""Parameters of glibc's mallopt."""
+MAPPED_BYTES: Final = 4 << 20
+"""Memory from this size on is mapped, and given back when it is freed: arrays are, and messages are not."""
+HEAP_BYTES: Final = 64 << 20
+"""Free memory at the end of the heap that is kept for messages."""
 CALLS_END_SECONDS: Final = 2.0
 """How long calls that are being answered may take when the gateway stops."""
 GATEWAY_OPTIONS: Final = (
@@ -102,6 +110,7 @@ async def _listening(at: Listening, ranks: ProgramRanks, limits: Limits) -> Asyn
             )
         front = TlsFront(at.pem.read, "the gateway", MAX_PROGRAM_CONNECTIONS, each=CONNECTIONS_EACH)
         service = GatewayService(ranks, lambda peer: _subject(front.certificate(peer)), limits)
+    _reuse_message_memory()
     server = grpc.aio.server(options=GATEWAY_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     server.add_generic_rpc_handlers((service.handler(),))
     checks = await add_standard_services(server, GATEWAY_SERVICE)
@@ -173,6 +182,14 @@ def _remove_stale(path: str) -> None:
         if probe.connect_ex(path) != errno.ECONNREFUSED:
             raise ConfigError(f"another process listens at {path}; choose another path, or end it")
     os.unlink(path)
+
+
+def _reuse_message_memory() -> None:
+    """Let glibc reuse the memory of messages: by default it may map and unmap each, which takes longer than a copy."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+        mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
 
 
 @contextlib.contextmanager

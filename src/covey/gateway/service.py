@@ -319,9 +319,7 @@ class GatewayService:
             async with asyncio.timeout(self._limits.stall):
                 data = await anext(requests, None)
         except TimeoutError:
-            raise DeadlineError(
-                f"the program sent nothing for {self._limits.stall:g} s in the middle of a stream"
-            ) from None
+            raise DeadlineError(f"the program sent nothing within the timeout of {self._limits.stall:g} s") from None
         return None if data is None else pieces.decode_piece(data)
 
     async def _answer(
@@ -346,7 +344,7 @@ class GatewayService:
             async with asyncio.timeout(self._limits.stall):
                 await context.write(message)
         except TimeoutError:
-            raise DeadlineError(f"the program read nothing for {self._limits.stall:g} s") from None
+            raise DeadlineError(f"the program read nothing within the timeout of {self._limits.stall:g} s") from None
 
     # Who calls
 
