@@ -34,6 +34,8 @@ OBJECTS_BETWEEN_COLLECTIONS = 5000
 """Instead of Python's 700, in programs and in workers: looking for garbage takes a twelfth of their time otherwise."""
 PRELOADED = (
     "argparse",
+    "covey.agent.agent",
+    "covey.agent.launching",
     "covey.cli.allow",
     "covey.cli.charter",
     "covey.cli.clusters",
@@ -47,6 +49,7 @@ PRELOADED = (
     "covey.net.discovery.mdns",
     "covey.net.keys.secret_sources",
     "covey.net.keys.tls",
+    "covey.runtime.calls.service",
     "covey.runtime.group.compression",
     "covey.runtime.group.node",
     "covey.runtime.joining.cluster_join",
