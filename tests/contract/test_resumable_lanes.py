@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
-SEEDS_OF_A_BATCH = 6
+SEEDS_OF_A_BATCH = 3
 EXECUTORS = [(False, False)]
 SHAPES: list[tuple[str, tuple[bool, bool]]] = []
 """What a lane is, and which of its ends the compiled executor moves."""
@@ -210,7 +210,7 @@ def survive(is_native: tuple[bool, bool], seed: int, shape: str, *, is_relayed: 
 
 
 @pytest.mark.parametrize(("lane", "is_relayed"), pairs(SHAPES, [False, True]), ids=str)
-@pytest.mark.parametrize("batch", batches(5))
+@pytest.mark.parametrize("batch", batches(10))
 def test_connections_that_end_at_any_moment_cost_no_byte(
     lane: tuple[str, tuple[bool, bool]], is_relayed: bool, batch: int
 ) -> None:

@@ -134,9 +134,10 @@ def test_opponents_are_measured_checked_compared_and_written_down(bench: Bench, 
     assert bench.nothing_is_left()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("lanes", "sizes"),
-    [(("shm",), ("4K",)), pytest.param(("shm", "unix", "tcp"), ("4", "300K"), marks=pytest.mark.thorough)],
+    [(("shm",), ("4K",)), (("shm", "unix", "tcp"), ("4", "300K"))],
 )
 def test_every_operation_is_right_on_every_lane(
     bench: Bench, tmp_path: Path, lanes: tuple[str, ...], sizes: tuple[str, ...]

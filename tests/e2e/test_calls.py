@@ -296,7 +296,8 @@ def call_beside_a_transfer(wanted: int, megabytes: int) -> Any:
         return payloads
 
 
-@pytest.mark.parametrize("lanes", [pytest.param("secure", marks=pytest.mark.thorough), "tcp"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("lanes", ["secure", "tcp"])
 def test_small_calls_overtake_large_payloads_to_the_same_node(lanes: str) -> None:
     """If they stood in line behind a payload, each payload would be overtaken once at most."""
     assert run_ranks(2, call_beside_a_transfer, 40, 128, lanes=lanes)[0] <= 8

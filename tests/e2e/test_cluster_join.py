@@ -162,6 +162,7 @@ sys.stdin.readline()
     check(reports_of(finish_all(processes)))
 
 
+@pytest.mark.thorough
 def test_nodes_of_two_releases_that_speak_the_same_protocol_are_in_one_run(cluster: Cluster) -> None:
     code = JOIN + WORK + "    report['versions'] = [each.version for each in group.node.members]\n" + END
     processes = [cluster.start(code, size=3, lanes="secure") for _ in range(2)]

@@ -145,6 +145,7 @@ def test_ranks_of_two_releases_speak_the_older_protocol_whichever_dials(releases
     check_run(finish_all(ranks), 3, [*FEATURES], 1 if first == "later" else 2)
 
 
+@pytest.mark.thorough
 def test_ranks_of_the_later_release_alone_speak_what_it_has_added(releases: Releases) -> None:
     ranks = [releases.rank(rank, 2, releases.later()) for rank in range(2)]
     check_run(finish_all(ranks), 4, sorted([FEATURE, *FEATURES]), 2)
@@ -219,6 +220,7 @@ def test_a_newer_node_joins_a_run_of_an_older_release_and_speaks_its_protocol(re
     assert {each.report["size"] for each in ended} == {3}
 
 
+@pytest.mark.thorough
 def test_an_older_node_is_told_that_a_run_of_newer_ones_speaks_another_protocol(releases: Releases) -> None:
     newer = [releases.node(releases.later(), code=ELASTIC, min_size=2) for _ in range(2)]
     for node in newer:

@@ -74,6 +74,7 @@ def end_well(members: list[Member]) -> None:
         assert member.all_said("error") == member.all_said("contributors") == [], member.story()
 
 
+@pytest.mark.thorough
 def test_packets_that_are_lost_or_late_cost_time_and_nothing_else() -> None:
     """Under `raise`, where the first member that is taken for lost ends the run."""
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:

@@ -280,6 +280,7 @@ def test_lanes_move_to_a_nearer_relay_that_appears_and_no_operation_fails() -> N
             process.wait(DEADLINE)
 
 
+@pytest.mark.thorough
 def test_lanes_leave_the_relay_when_a_direct_way_appears_and_no_operation_fails() -> None:
     with two_networks() as hosts:
         relay, cluster = start_relay(hosts[2]), Cluster()

@@ -132,6 +132,7 @@ def test_hosts_that_call_themselves_127_0_1_1_are_found_by_their_real_addresses(
         check_run([cluster.start(lan.hosts[0]), cluster.start(lan.hosts[1], env=env)])
 
 
+@pytest.mark.thorough
 def test_two_runs_of_one_cluster_do_not_meet() -> None:
     with Lan(hosts=2) as lan:
         cluster = Cluster()
@@ -142,9 +143,8 @@ def test_two_runs_of_one_cluster_do_not_meet() -> None:
             assert [report["lanes"] for report in reports] == [{"1": "secure"}, {"0": "secure"}]
 
 
-@pytest.mark.parametrize(
-    "names", [("", ""), pytest.param(("blue", "green"), marks=pytest.mark.thorough)], ids=["same name", "two names"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("names", [("", ""), ("blue", "green")], ids=["same name", "two names"])
 def test_two_clusters_with_a_run_of_the_same_name_do_not_meet(names: tuple[str, str]) -> None:
     with Lan(hosts=4) as lan:
         clusters = [Cluster(name) for name in names]
@@ -153,6 +153,7 @@ def test_two_clusters_with_a_run_of_the_same_name_do_not_meet(names: tuple[str, 
             check_run(nodes[cluster::2])
 
 
+@pytest.mark.thorough
 def test_formations_in_a_row_agree() -> None:
     code = """
 import json, random, sys, time
@@ -238,6 +239,7 @@ def test_a_lane_has_more_streams_the_longer_the_way_or_as_many_as_asked(
         assert sorted(json.loads(out) for _, out, _ in ends) == [[rank, expected, 3.0 * 299_999] for rank in range(2)]
 
 
+@pytest.mark.thorough
 def test_a_node_that_comes_long_before_the_others_waits_for_them() -> None:
     with Lan(hosts=2, kind="switch") as lan:
         lan.switch.cut("host0")

@@ -179,6 +179,7 @@ def test_forged_resets_in_the_middle_of_operations_evict_no_node_that_can_be_rea
             assert (kinds(member).count("lost"), "view" in kinds(member)) == (1, True)
 
 
+@pytest.mark.thorough
 def test_of_two_hosts_the_tie_breaker_goes_on_alone_and_the_other_needs_its_vote(
     promised: Callable[[float], float],
 ) -> None:

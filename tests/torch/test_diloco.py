@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.sets import pairs
 from tests.support.torch_ranks import run_torch_ranks
 from tests.torch.gloo_ranks import be_a_rank, run_ranks
 
@@ -215,9 +216,8 @@ class Reference:
         return True
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
-def test_ranks_compute_what_one_process_computes(results: list[Any], size: int, number: int) -> None:
+@pytest.mark.parametrize(("number", "size"), pairs(range(len(CASES)), [2, 3]))
+def test_ranks_compute_what_one_process_computes(results: list[Any], number: int, size: int) -> None:
     reference = Reference(size, **CASES[number])
     expected = reference.run()
     for finished in (False, True):

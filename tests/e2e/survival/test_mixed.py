@@ -87,6 +87,7 @@ def play(seed: int, policy: str) -> None:
         ranks.await_exit(others)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batch", batches(8))
 @pytest.mark.parametrize("policy", first(1, ["continue", "raise"]))
 def test_what_mixed_ranks_compute_is_right_while_some_are_killed(policy: str, batch: int) -> None:
