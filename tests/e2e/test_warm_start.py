@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -248,7 +249,8 @@ def test_a_rank_that_joins_has_nothing_more_to_load(tmp_path: Path) -> None:
             group.restore({"x": np.ones(3)})
         print(sorted(name for name in set(sys.modules) - before if name.startswith("covey")))
     """
-    warm = run(tmp_path, body, WARM)
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as own:  # else a `covey top` beside it asks its ranks
+        warm = run(tmp_path, body, WARM, TMPDIR=own, XDG_RUNTIME_DIR=own)
     assert (warm.code, warm.err) == (0, "")
     assert [warm.said(rank) for rank in range(2)] == ["[]"] * 2
 
