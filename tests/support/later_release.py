@@ -18,7 +18,7 @@ _EDITS: Final = {
     "base/version.py": [('__version__ = "0.1.0.dev0"', f'__version__ = "{RELEASE}"')],
     "wire/versions.py": [
         ("NEWEST: Final = 3\n", "NEWEST: Final = 4\n"),
-        ("= (PASSED_HANDLES, WIDE_STORE)", f'= (PASSED_HANDLES, "{FEATURE}", WIDE_STORE)'),
+        ("PASSED_HANDLES, WIDE_STORE)", f'PASSED_HANDLES, "{FEATURE}", WIDE_STORE)'),
     ],
     "wire/messages.py": [
         (

@@ -1,8 +1,15 @@
-"""Copies of key-value stores on several members, which survive the loss of all but one of them.
+"""Copies of key-value stores, which survive every loss that their run survives.
 
-The first member of a *configuration* (the members of a view, in order) is its *owner*. It orders all changes, sends
-each to the other members, and answers the process that asked once all members have it. Changes include questions that
-only read: so an answer tells that the owner was not replaced before.
+The *owner* orders all changes of a *configuration* (the members of a view, in order), and answers the process that
+asked once every copy has the change that a later owner may begin with. There are two kinds of runs:
+
+- The first member of the view is the owner, and all others hold copies. Any of them may be the only one in the next
+  view, so an answer waits for all of them. Changes include questions that only read: so an answer tells that the owner
+  was not replaced before.
+- The keeper of a run on one host decides all views, and the run ends with it. It is the owner of every configuration
+  (`KEEPER`), and its copy is the only one that counts, whichever members are lost or silent. So it answers at once, and
+  need not order a question that only reads (`wire.only_reads`). A member that writes a file of the store follows: it
+  holds a copy that no owner begins with, and answers wait for that one, too.
 
 Invariants:
 
@@ -10,13 +17,13 @@ Invariants:
    take one after the other; a new owner first takes the longest log of all members (`Recover`, `Last`), and then brings
    all others up to it, before it appends anything.
 2. A change that was answered is in the log of every member of the configuration in which it was answered, so also in
-   that of every later owner.
+   that of every later owner. Under a keeper the owner is always the same.
 3. A member takes changes of its own configuration only. An owner that was excluded by a view gets no acknowledgements
-   from the members of that view, and so answers nothing.
+   from the members of that view, and so answers nothing. A keeper never is: it decides the views itself.
 4. A change is applied once: copies keep the answers that their askers may not have received, and askers say which they
    have, one by one: a question that waits for long holds up none that was asked after it.
 5. A question is numbered where it is queued, so numbers ascend. In one configuration the owner takes each number once,
-   also if a message on a link that was replaced arrives late.
+   and none whose answer the asker has said to have: a message on a link that was replaced may arrive late.
 6. An entry ends by a change like any other (`Expire`), which only an owner orders: no read of its configuration that is
    ordered later has the entry. The time of an entry is counted anew by each copy from when it got it, so an entry may
    end late after a new owner, but never early.
@@ -34,6 +41,8 @@ from covey.proto.store import LASTING, STORE_BYTES, Lifetime
 from covey.proto.store_copy import RUN_STORE, LogEntry, StoreCopy
 from covey.wire import store as wire
 
+KEEPER: Final = (1 << 62) - 1
+"""The number of the keeper of a run on one host, where members have their seats."""
 NO_COPY: Final = -1
 """The index of a member that has no copy; an empty one has the index 0."""
 UNRECOVERED_LIMIT: Final = 1 << 16
@@ -82,6 +91,8 @@ class Replica:
         """Begin without a configuration: questions wait for the first one. All members have the same limit."""
         self._me, self._bytes_limit, self._now = me, bytes_limit, 0.0
         self._config, self._members = -1, ()  # type: tuple[int, tuple[int, ...]]
+        self._owner: int | None = None
+        self._follows = False
         self._copy: StoreCopy | None = None
         """None until this member was given one."""
         self._loading: StoreCopy | None = None
@@ -95,7 +106,7 @@ class Replica:
         """The changes that may be missing in other copies, with their indexes."""
         self._stable = -1
         self._acked: dict[int, int] = {}
-        """Of the owner, by other member: the last change that its copy has."""
+        """Of the owner, by member that holds another copy: the last change that this copy has."""
         self._recovering: dict[int, int] = {}
         """Of the owner: the members whose logs may have changes that it lacks, with how often it has asked each."""
         self._lasts: dict[int, int] = {}
@@ -105,7 +116,8 @@ class Replica:
         self._unanswered: deque[tuple[int, int, int, int, wire.Answer]] = deque()
         """Of the owner: answers, with the index that all copies must have before they are given."""
         self._taken: dict[int, Numbers] = {}
-        """Of the owner, by asker: the numbers of the questions that it has ordered in this configuration."""
+        """Of the owner, by asker: the numbers of the questions that came in this configuration, or whose answers the
+        asker has said in it to have."""
         self._waiting: deque[tuple[int, int, int, wire.Submit]] = deque()
         """Of the owner: questions that came before it was ready."""
         self._early: list[tuple[int, int, int, wire.Replication]] = []
@@ -123,8 +135,8 @@ class Replica:
 
     @property
     def owner(self) -> int | None:
-        """The member that orders changes; None before the first configuration."""
-        return self._members[0] if self._members else None
+        """The member that orders changes, or `KEEPER`; None before the first configuration."""
+        return self._owner
 
     @property
     def has_copy(self) -> bool:
@@ -132,8 +144,8 @@ class Replica:
         return self._copy is not None
 
     def stamp(self, store: int) -> tuple[int, int] | None:
-        """Return two numbers that tell of any change of entries; None if this member does not order the changes."""
-        if self.owner != self._me or not self._is_ready or self._copy is None or store not in self._copy.stores:
+        """Return two numbers that tell of any change of entries; None unless this member orders or follows them."""
+        if not (self._is_ready or self._follows) or self._copy is None or store not in self._copy.stores:
             return None
         return self._copy.stores[store].changes, self._copy.stores[store].count
 
@@ -153,16 +165,34 @@ class Replica:
     def advance(self, now: float) -> None:
         """Note the time before any other input, by a clock that never stops; the owner ends entries that are due."""
         self._now = now
-        if self.owner == self._me and self._is_ready and self.next_end() <= now:
+        if self._is_ready and self.next_end() <= now:
             assert self._copy is not None
             for number, store in list(self._copy.stores.items()):
                 self._expire(number, store.due(now))
 
-    def configure(self, config: int, members: tuple[int, ...], *, is_first: bool = False) -> None:
-        """Take the members of a view, in order; `is_first` if no member can have a copy from before."""
+    def configure(
+        self,
+        config: int,
+        members: tuple[int, ...],
+        *,
+        is_first: bool = False,
+        is_kept: bool = False,
+        follows: bool = False,
+    ) -> None:
+        """Take the members of a view, in order.
+
+        Args:
+            config: the number of the configuration; one that is not higher than the last is ignored.
+            members: the seats of the members that may ask.
+            is_first: whether no member can have a copy from before.
+            is_kept: whether the keeper is the owner.
+            follows: whether this member is to hold a copy although the keeper is the owner.
+        """
         if config <= self._config:
             return
         self._config, self._members = config, members
+        self._owner = KEEPER if is_kept else members[0] if members else None
+        self._follows = is_kept and follows
         self._acked, self._recovering, self._lasts = {}, {}, {}
         self._loading = self._source = None
         self._unanswered.clear()
@@ -171,10 +201,13 @@ class Replica:
         if is_first and self._me in members and self._copy is None:
             self._copy, self._index = StoreCopy(self._bytes_limit), 0
         if self.owner == self._me:
-            self._recovering = dict.fromkeys((member for member in members if member != self._me), 0)
+            others = () if is_kept else (member for member in members if member != self._me)
+            self._recovering = dict.fromkeys(others, 0)
             for peer in self._recovering:
                 self._recover_from(peer)
             self._catch_up()
+        elif self._follows:
+            self._send(KEEPER, wire.Last(self._config, self._index))
         for number in list(self._questions):
             self._put(number)
         early, self._early = self._early, []
@@ -185,7 +218,8 @@ class Replica:
         """Ask a question of this process; return its number, which `Answered` repeats."""
         self._asked_so_far += 1
         number = self._asked_so_far
-        self._questions[number] = _Question(store, change, self._take_received())
+        received = () if self._is_unordered(change) else self._take_received()
+        self._questions[number] = _Question(store, change, received)
         self._put(number)
         return number
 
@@ -221,13 +255,16 @@ class Replica:
         if peer == self.owner:
             for number in list(self._questions):
                 self._put(number)
-            if self._me in self._members and peer != self._me:
+            has_copy = self._follows if peer == KEEPER else self._me in self._members and peer != self._me
+            if has_copy:
                 self._send(peer, wire.Last(self._config, self._index))  # an Ack or a Last may be lost
         if self.owner == self._me and peer in self._members:
             if peer in self._recovering:
                 self._recover_from(peer)
-            elif self._is_ready:
+            elif peer in self._acked:
                 self._bring_up(peer)
+            if self._is_ready:
+                self._answer_again(peer)
 
     def heard(self, peer: int, store: int, number: int, body: wire.Replication | wire.Answer) -> None:
         """Take a message of another process."""
@@ -256,9 +293,10 @@ class Replica:
             case wire.Last(_, index) if self._is_recovering(peer):
                 self._lasts[peer] = index
                 self._catch_up()
-            case wire.Last(_, index) if self._is_ready and self.owner == self._me and peer in self._acked:
-                self._acked[peer] = max(self._acked[peer], min(index, self._index))
+            case wire.Last(_, index) if self._is_ready and self._may_hold(peer):
+                self._acked[peer] = max(self._acked.get(peer, NO_COPY), min(index, self._index))
                 self._bring_up(peer)
+                self._settle()  # it may stand for an Ack that was lost
             case wire.Load() | wire.LoadAnswer() if peer == self.owner or self._is_recovering(peer):
                 self._load(peer, store, number, body)
             case wire.Loaded() if peer == self.owner or self._is_recovering(peer):
@@ -291,7 +329,8 @@ class Replica:
         question = self._questions.pop(number, None)
         if question is None:
             return
-        self._unsaid.append(number)
+        if not self._is_unordered(question.change):
+            self._unsaid.append(number)
         if isinstance(answer, wire.Refused):
             self._unsaid += question.received  # the owner may not have ordered it
         if not isinstance(question.change, wire.Withdraw):
@@ -307,13 +346,26 @@ class Replica:
                 self._answer(asker, store, number, wire.Refused(RECOVERS))
             return
         assert self._copy is not None
+        if self._is_unordered(ask.change):
+            self._answer(asker, store, number, self._copy.look(store, ask.change))
+            return
         known, taken = self._copy.answer_to(asker, number), self._taken.setdefault(asker, Numbers())
+        is_new = number not in taken  # else it waits, or its asker has the answer
+        taken.add_below(ask.settled)
+        for each in (*ask.received, number):
+            taken.add(each)
         if known is not None:  # but perhaps not all copies have the change
             self._unanswered.append((self._index, store, asker, number, known))
             self._settle()
-        elif isinstance(ask.change, wire.Withdraw) or number not in taken:  # else it waits, or its asker has the answer
-            taken.add(number)
+        elif is_new or isinstance(ask.change, wire.Withdraw):
             self._append(LogEntry(store, asker, number, ask.settled, ask.change, ask.received))
+
+    def _answer_again(self, asker: int) -> None:
+        """Repeat the answers that a member may not have: it may have asked again before the owner had the new link."""
+        assert self._copy is not None
+        for number, answer in self._copy.answers.get(asker, {}).items():
+            self._unanswered.append((self._index, RUN_STORE, asker, number, answer))
+        self._settle()
 
     def _answer(self, asker: int, store: int, number: int, answer: wire.Answer) -> None:
         if asker != self._me:
@@ -321,11 +373,19 @@ class Replica:
         else:
             self._conclude(number, answer)
 
+    def _is_unordered(self, change: wire.Change) -> bool:
+        """Tell whether the owner answers a question from its copy, and orders and keeps nothing."""
+        return self._owner == KEEPER and wire.only_reads(change)
+
     # The owner
 
     @property
     def _is_ready(self) -> bool:
-        return not self._recovering and self._copy is not None and len(self._acked) == len(self._members) - 1
+        return self._owner == self._me and not self._recovering and self._copy is not None
+
+    def _may_hold(self, peer: int) -> bool:
+        """Tell whether a process may hold a copy that this owner brings up."""
+        return peer in (self._members if self._owner == KEEPER else self._acked)
 
     def _is_recovering(self, peer: int) -> bool:
         return self.owner == self._me and peer in self._recovering
@@ -334,7 +394,7 @@ class Replica:
         index = self._index + 1
         self._log.append((index, entry))
         self._apply(index, entry)
-        for peer in self._members[1:]:
+        for peer in self._acked:
             self._send_entry(peer, index, entry)
         self._settle()
 
@@ -502,6 +562,16 @@ class Numbers:
     def __len__(self) -> int:
         """The number of ranges."""
         return len(self._firsts)
+
+    def add_below(self, number: int) -> None:
+        """Add all numbers from 0 on that are lower than this one."""
+        if number <= 0 or (self._firsts and not self._firsts[0] and number <= self._lasts[0] + 1):
+            return
+        while self._firsts and self._firsts[0] <= number:
+            number = max(number, self._lasts[0] + 1)
+            del self._firsts[0], self._lasts[0]
+        self._firsts.insert(0, 0)
+        self._lasts.insert(0, number - 1)
 
     def add(self, number: int) -> None:
         """Add a number; the lowest range is dropped if there are too many."""

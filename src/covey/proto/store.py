@@ -100,6 +100,16 @@ class KeyValueStore:
             replies += self._arrived(key)
         return replies
 
+    def look(self, question: wire.Change) -> wire.Answer:
+        """Return the answer to a question that only reads (`wire.only_reads`)."""
+        assert isinstance(question, wire.Question), question
+        try:
+            answer, _ = self._answer(-1, question, 0.0)
+        except QuestionRefusedError as refusal:
+            return wire.Refused(str(refusal)[:1000])
+        assert answer is not None, "a question that only reads never waits"
+        return answer
+
     def expire(self, entries: tuple[tuple[str, int], ...]) -> list[Reply]:
         """Remove each entry that still has this version; return the answers to questions that waited for that."""
         ended = [key for key, version in entries if self._versions.get(key) == version and self._remove(key)]

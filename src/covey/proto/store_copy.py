@@ -21,6 +21,7 @@ UNACKNOWLEDGED_ANSWERS_BYTES: Final = 1 << 28
 TOO_MANY_QUESTIONS: Final = (
     "too many questions of this process wait for their answers; ask from fewer threads at a time"
 )
+STORE_CLOSED: Final = "this store is closed; the process group was made anew"
 LOAD_BYTES: Final = 1 << 18
 """Of one part of a copy."""
 
@@ -78,6 +79,12 @@ class StoreCopy:
         while len(self.stores) > STORES_LIMIT:
             del self.stores[next(number for number in self.stores if number != RUN_STORE)]
 
+    def look(self, store: int, question: wire.Change) -> wire.Answer:
+        """Return the answer to a question that only reads; nothing is changed or kept."""
+        if store not in self.stores:
+            return wire.Refused(STORE_CLOSED)
+        return self.stores[store].look(question)
+
     def answer_to(self, asker: int, number: int) -> wire.Answer | None:
         """Return the answer that was given, if its asker may not have it."""
         return self.answers.get(asker, {}).get(number)
@@ -103,8 +110,7 @@ class StoreCopy:
         self, store: int, asker: int, number: int, question: wire.Question, now: float
     ) -> list[tuple[int, int, int, wire.Answer]]:
         if store not in self.stores:
-            refused = wire.Refused("this store is closed; the process group was made anew")
-            return [(store, asker, number, refused)]
+            return [(store, asker, number, wire.Refused(STORE_CLOSED))]
         replies = self.stores[store].ask(asker, number, question, now)
         return [(store, reply.asker, reply.number, reply.answer) for reply in replies]
 

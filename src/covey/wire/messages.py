@@ -541,11 +541,18 @@ class Founded(msgspec.Struct, frozen=True, array_like=True, tag=26):
     """A rank: half of the members may continue if this rank is among them."""
     versions: Versions | None = None
     """What all members of the run speak; None: `VERSION`, and no feature."""
+    store_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    """How much each store of the run may hold, for a keeper that orders the changes; 0 to others."""
 
 
 def surviving(founded: Founded) -> Founded:
     """Return the same generation with `on_loss="continue"`."""
     return msgspec.structs.replace(founded, on_loss="continue")
+
+
+def to_keeper(founded: Founded, store_bytes: int) -> Founded:
+    """Return the same generation with what only a keeper needs to know of it."""
+    return msgspec.structs.replace(founded, store_bytes=store_bytes)
 
 
 def with_versions(message: Opening) -> Opening:

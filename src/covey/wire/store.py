@@ -305,6 +305,18 @@ class BodyPiece(msgspec.Struct, frozen=True, array_like=True, tag=40):
     data: Annotated[bytes, msgspec.Meta(max_length=BODY_PIECE_BYTES)]
 
 
+def only_reads(change: Change) -> bool:
+    """Tell whether a question changes nothing and never waits, so that it may be answered again and again."""
+    match change:
+        case HasKeys() | Read() | Names() | Count() | Length():
+            return True
+        case Observe(_, version):
+            return version < 0  # which no entry has
+        case Scan(_, count):
+            return count < 0
+    return False
+
+
 def is_wide(change: Question | Withdraw | Open) -> bool:
     """Tell whether members of a run without the feature `WIDE_STORE` do not know a question as it is."""
     match change:

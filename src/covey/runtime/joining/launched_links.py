@@ -91,7 +91,8 @@ class LaunchedLinks(RunLinks, MeshListener):
 
     def _meet_keeper(self) -> None:
         if self._keeper_path:
-            self.views.meet_keeper(self._keeper_path, self.mesh.endpoint.credentials, self.checkpoints)
+            credentials = self.mesh.endpoint.credentials
+            self.views.meet_keeper(self._keeper_path, credentials, checkpoints=self.checkpoints, stores=self.stores)
 
     # What the mesh reports
 

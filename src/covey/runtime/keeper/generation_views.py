@@ -14,7 +14,7 @@ from covey.wire.formation import ID_BYTES, LIFE_BYTES
 from covey.wire.formation import LINEAGE_BYTES as PROPOSAL_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from covey.base.errors import CoveyError
     from covey.proto.changes import QuorumAwaited, QuorumLost
@@ -29,8 +29,15 @@ FOUNDING_SECONDS: Final = 3.0
 class GenerationViews:
     """A generation whose views the keeper decides; it has a view driver once its members are linked."""
 
-    def __init__(self, founded: messages.Founded, now: float) -> None:
-        """Check the members; RemoteProtocolError if their cards are malformed."""
+    def __init__(
+        self, founded: messages.Founded, now: float, on_view: Callable[[int, int, Collection[int]], None]
+    ) -> None:
+        """Check the members; RemoteProtocolError if their cards are malformed.
+
+        `on_view` is called with the generation, the number and the ranks of every view that is decided, before a
+        member can say anything in it.
+        """
+        self._on_view = on_view
         cards = [member.card for member in founded.members]
         self.number, self.lineage, self.is_kept = founded.generation, founded.lineage, founded.is_kept
         self.lives = [card.life for card in cards]
@@ -104,6 +111,7 @@ class GenerationViews:
             _ViewHost(links, self.lives),
             has_keeper=True,
             patience=self.patience,
+            store=lambda record: self._on_view(self.number, record.view.number, record.view.ranks),
         )
         for rank, life in enumerate(self.lives):
             if life in links:

@@ -26,6 +26,7 @@ from covey.net.discovery.host_rendezvous import host_token
 from covey.proto.health import ProcessState
 from covey.proto.keeper import RunFate, without_members
 from covey.runtime.keeper.generation_views import GenerationViews
+from covey.runtime.keeper.keeper_stores import KeeperStores
 from covey.runtime.keeper.service import keeper_path
 from covey.runtime.links.acceptor import Acceptor
 from covey.runtime.links.handshake import Greeter, LinkCredentials, admit
@@ -125,6 +126,7 @@ class LocalKeeper:
         self._memberless_since = math.inf
         """Since when no member lives while other processes wait for a seat."""
         self._inspections = Inspections()
+        self._stores = KeeperStores()
         self._is_closing = False
 
     async def open(self) -> None:
@@ -136,6 +138,7 @@ class LocalKeeper:
         """End all links."""
         self._is_closing = True
         self.rounds.close()
+        self._stores.close()
         for number in list(self._generations):
             self._end(number)
         await self._acceptor.close()
@@ -207,7 +210,12 @@ class LocalKeeper:
         for view_driver, rank in self._view_drivers_of(life):
             view_driver.link_up(rank, life)
         link.send(messages.encode(self._process_table.vouch()))
-        link.attach(functools.partial(self._heard, life, link), functools.partial(self._ended, life, link))
+        self._stores.link_up(life, link)
+        link.attach(
+            functools.partial(self._heard, life, link),
+            functools.partial(self._ended, life, link),
+            functools.partial(self._stores.link_has_room, life),
+        )
 
     def _ended(self, life: bytes, link: Link) -> None:
         if isinstance(link.error, CoveyError):
@@ -221,6 +229,7 @@ class LocalKeeper:
         self.rounds.look_closely(life)
 
     def _lost_link(self, life: bytes) -> None:
+        self._stores.link_down(life)
         for view_driver, rank in self._view_drivers_of(life):
             view_driver.link_down(rank)
 
@@ -247,6 +256,8 @@ class LocalKeeper:
                 self._founded(life, message)
             case messages.Agreeing(number, said):
                 self._agreeing(life, number, said)
+            case messages.Posting():
+                self._stores.heard(life, message)
             case messages.Goodbye():
                 self._left.add(life)
             case messages.Failing(_, cause):
@@ -258,7 +269,7 @@ class LocalKeeper:
                 pass  # not for a keeper
 
     def _founded(self, life: bytes, founded: messages.Founded) -> None:
-        now, told = time.monotonic(), GenerationViews(founded, time.monotonic())
+        now, told = time.monotonic(), GenerationViews(founded, time.monotonic(), self._stores.view)
         if life not in told.rank_of:
             raise RemoteProtocolError(
                 f"process {life.hex()[:8]} announced generation {told.number} but is not a member of it"
@@ -267,6 +278,7 @@ class LocalKeeper:
             for number in [number for number in self._generations if number < told.number - 1]:
                 self._end(number)
             self._generations[told.number] = told
+            self._stores.founded(founded, self._links)
             self._next_seat = max(self._next_seat, *(member.seat + 1 for member in founded.members))
             for member in founded.members:
                 self._process_table.watch(member.card, now)  # it may never link

@@ -39,18 +39,20 @@ class KeeperLink:
         on_message: Callable[[messages.Control], None],
         on_up: Callable[[], None] = lambda: None,
         on_down: Callable[[], None] = lambda: None,
+        on_room: Callable[[], None] = lambda: None,
     ) -> None:
         """`fewest` is the number of processes with which this one may begin a run without members; 0 for all."""
         self._path, self._credentials, self._card, self._fewest = path, credentials, card, fewest
-        self._on_up, self._on_down, self._on_message = on_up, on_down, on_message
-        self._link: Link | None = None
+        self._on_up, self._on_down, self._on_message, self._on_room = on_up, on_down, on_message, on_room
+        self.link: Link | None = None
+        """None while there is no link."""
         self._ended = asyncio.Event()
         self.is_up = asyncio.Event()
 
     def send(self, message: messages.Control) -> None:
         """Send a message to the keeper, if there is a link."""
-        if self._link is not None:
-            self._link.send(messages.encode(message))
+        if self.link is not None:
+            self.link.send(messages.encode(message))
 
     async def keep(self) -> None:
         """Link, and link again when the link ends, until cancelled."""
@@ -64,15 +66,17 @@ class KeeperLink:
                 await tries.rest()  # the keeper may be starting, or ending with all its processes
                 continue
             tries.worked()
-            self._link = link
+            self.link = link
             self._ended.clear()
             try:
-                link.attach(lambda body: self._on_message(messages.decode_control(body)), self._ended.set)
+                link.attach(
+                    lambda body: self._on_message(messages.decode_control(body)), self._ended.set, self._on_room
+                )
                 self._on_up()
                 self.is_up.set()
                 await self._ended.wait()
             finally:
-                self._link = None
+                self.link = None
                 self.is_up.clear()
                 link.abort()
             if isinstance(link.error, CoveyError):

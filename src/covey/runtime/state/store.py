@@ -1,11 +1,10 @@
-"""Key-value stores of a run, of which all members hold copies: connects `proto.replication` with links and views."""
+"""Key-value stores of a run: connects `proto.replication` with the views of a member, its keeper and its questions."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-import math
 import threading
 import time
 from concurrent.futures import Future
@@ -15,24 +14,21 @@ from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineErro
 from covey.base.numbers import Seat
 from covey.net.host.machine import waking_clock
 from covey.net.host.store_file import SAVE_AFTER, StoredEntries, StoreFile
-from covey.proto.replication import Answered, Replica
+from covey.proto.replication import KEEPER, Answered, Replica
 from covey.proto.store import STORE_BYTES, fits
 from covey.proto.store_copy import RUN_STORE
 from covey.runtime import loop as control
-from covey.runtime.state.store_link import PieceAssembly, Unsent
+from covey.runtime.state.store_driver import StoreDriver, StorePeer
 from covey.wire import messages
 from covey.wire import store as wire
-from covey.wire.versions import FEATURES, WIDE_STORE
+from covey.wire.versions import FEATURES, KEPT_STORE, WIDE_STORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from covey.base.numbers import Rank
-    from covey.runtime.links.link import Link
     from covey.runtime.tasks import Tasks
 
-EXPIRE_EVERY: Final = 1.0
-"""Seconds at most between two looks at entries that end after a time: timers stand still while a machine sleeps."""
 LARGE_TURN: Final = threading.Lock()
 """Held by the thread of this process that asks a question of more than one frame: such questions take turns."""
 NOT_WIDE: Final = (
@@ -43,14 +39,11 @@ logger = logging.getLogger(__name__)
 Outcome: TypeAlias = "Future[wire.Done]"
 
 
-class StorePeer(Protocol):
-    """Another process that has copies."""
+class StoreMember(StorePeer, Protocol):
+    """Another member of the run."""
 
     @property
     def card(self) -> messages.Card: ...
-
-    @property
-    def link(self) -> Link | None: ...
 
     @property
     def is_excluded(self) -> bool: ...
@@ -60,8 +53,6 @@ class StorePeer(Protocol):
 
     def how_it_went(self) -> str: ...
 
-    def send(self, message: messages.Control) -> None: ...
-
 
 class StorePeers(Protocol):
     """The other processes of the run, by seat."""
@@ -70,7 +61,7 @@ class StorePeers(Protocol):
     def seat(self) -> Seat:
         """That of this process."""
 
-    def __getitem__(self, seat: Seat, /) -> StorePeer: ...
+    def __getitem__(self, seat: Seat, /) -> StoreMember: ...
 
     def rank_of(self, seat: Seat) -> Rank: ...
 
@@ -101,15 +92,14 @@ class Stores:
         self._peers, self._tasks, self._survives_losses, self._features = peers, tasks, survives_losses, features
         self._me = peers.seat if peers is not None else Seat(0)
         self._replica = Replica(self._me, bytes_limit=bytes_limit)
+        self._driver = StoreDriver(self._replica, self._find, self._answered)
+        self._keeper: StorePeer | None = None
+        self._keeper_knows: Collection[str] | None = None
+        """The features that the keeper and this process know, once they have been linked."""
+        self._view: tuple[int, int, Sequence[Seat]] | None = None
+        """The last view: its generation, its number and its members."""
         self._outcomes: dict[int, Outcome] = {}
         """By number of a question."""
-        self._unsent: dict[Seat, Unsent] = {}
-        """By seat: what its link has no room for yet."""
-        self._large_bodies = itertools.count()
-        self._assemblies: dict[Seat, PieceAssembly] = {}
-        """By seat: the pieces of a message that have come."""
-        self._look: asyncio.TimerHandle | None = None
-        """Looks for entries whose time is over."""
         self._file = file
         self._saved: tuple[int, int] | None = None
         """The state of the store that the file has, or is about to have: see `Replica.stamp`."""
@@ -129,13 +119,38 @@ class Stores:
             self._set_found()
             self._replica.configure(0, (self._me,), is_first=True)
 
+    def use_keeper(self, keeper: StorePeer) -> None:
+        """Let the keeper of this run order the changes, if it can, and all members know that it does."""
+        self._keeper = keeper
+
     def view(self, generation: int, view: int, seats: Sequence[Seat]) -> None:
-        """Take the members of a view. The one that is longest in the run orders the changes."""
-        is_first = generation == view == 0
-        self._unsent.clear()  # of an earlier view: all that matters is said again
-        if is_first and min(seats) == self._me:
+        """Take the members of a view. The keeper orders the changes, or else the member that is longest in the run."""
+        self._view = generation, view, seats
+        self._driver.forget_unsent()
+        if generation == view == 0 and min(seats) == self._me:
             self._set_found()
-        self._replica.configure((generation << 32) + view, tuple(sorted(seats)), is_first=is_first)
+        self._configure()
+
+    def keeper_up(self, features: Collection[str]) -> None:
+        """Note a new link with the keeper, and the features that it knows, too."""
+        is_first, self._keeper_knows = self._keeper_knows is None, features
+        if is_first:
+            self._configure()
+        self._driver.link_up(KEEPER)
+
+    def _configure(self) -> None:
+        """Pass on the last view, once it is known what orders the changes."""
+        is_kept = self._keeper is not None and KEPT_STORE in self._features()
+        if self._view is None or (is_kept and self._keeper_knows is None):
+            return  # a keeper of an earlier release is known by its first link
+        generation, view, seats = self._view
+        self._replica.configure(
+            (generation << 32) + view,
+            tuple(sorted(seats)),
+            is_first=generation == view == 0,
+            is_kept=is_kept and KEPT_STORE in (self._keeper_knows or ()),
+            follows=self._file is not None and min(seats) == self._me,
+        )
         self._perform()
 
     def ask(self, store_id: int, question: wire.Question | wire.Open, outcome: Outcome) -> None:
@@ -161,30 +176,27 @@ class Stores:
             self._perform()
 
     def heard(self, seat: Seat, posting: messages.Posting) -> None:
-        """Take a message of another process."""
-        body: wire.Body | None = wire.decode_body(posting.body)
-        if isinstance(body, wire.BodyPiece):
-            body = self._assemblies.setdefault(seat, PieceAssembly()).add(body)
-        is_heard = self._peers is None or not self._peers[seat].is_excluded
-        if body is not None and not isinstance(body, wire.BodyPiece) and is_heard:
-            self._replica.advance(waking_clock())
-            self._replica.heard(seat, posting.store, posting.number, body)
-            self._perform()
+        """Take a message of another member."""
+        if self._peers is None or not self._peers[seat].is_excluded:
+            self._driver.heard(seat, posting)
+            self._save_soon()
+
+    def keeper_said(self, posting: messages.Posting) -> None:
+        """Take a message of the keeper."""
+        self._driver.heard(KEEPER, posting)
+        self._save_soon()
 
     def link_up(self, seat: Seat) -> None:
         """Repeat, on the new link with a process, what may be lost with the last one."""
-        self._unsent.pop(seat, None)
-        self._replica.repeat(seat)
-        self._perform()
+        self._driver.link_up(seat)
 
-    def link_has_room(self, seat: Seat) -> None:
-        """Go on with what waits for room on the link with a process."""
-        self._send_more(seat)
+    def link_has_room(self, seat: int) -> None:
+        """Go on with what waits for room on the link with a member, or with the keeper."""
+        self._driver.link_has_room(seat)
 
     def peer_gone(self, seat: Seat) -> None:
         """Note that a process is gone. In a run that continues after losses, the next view says what follows."""
-        self._unsent.pop(seat, None)
-        self._assemblies.pop(seat, None)
+        self._driver.forget(seat)
         if self._survives_losses:
             return
         self._replica.drop(seat)
@@ -198,10 +210,9 @@ class Stores:
     def end(self, error: Callable[[], CoveyError]) -> None:
         """Fail all questions, now and later, each with an error of its own."""
         self._ending = self._ending or error
-        self._unsent.clear()
-        for timer in (self._look, self._save):
-            if timer is not None:
-                timer.cancel()
+        self._driver.close()
+        if self._save is not None:
+            self._save.cancel()
         self._fail_all(error)
 
     # Helpers
@@ -213,27 +224,23 @@ class Stores:
             _fail(outcome, error())
         self._perform()
 
-    def _perform(self) -> None:
-        for effect in self._replica.effects():
-            if not isinstance(effect, Answered):
-                if self._peers is not None and self._ending is None:
-                    self._unsent.setdefault(Seat(effect.peer), Unsent(self._large_bodies)).add(effect)
-                continue
-            outcome = self._outcomes.pop(effect.number, None)
-            if outcome is None or outcome.done():
-                continue
-            if isinstance(effect.answer, wire.Done):
-                outcome.set_result(effect.answer)
-            else:
-                _fail(outcome, ConfigError(effect.answer.reason))
-        for seat in list(self._unsent):
-            self._send_more(seat)
-        if self._look is None and self._ending is None and (end := self._replica.next_end()) < math.inf:
-            delay = max(0.0, min(end - waking_clock(), EXPIRE_EVERY))
-            self._look = asyncio.get_running_loop().call_later(delay, self._end_entries)
+    def _find(self, number: int) -> StorePeer | None:
+        if number == KEEPER:
+            return self._keeper
+        return None if self._peers is None else self._peers[Seat(number)]
 
-        if self._save is None and self._ending is None and self._has_to_save:
-            self._save = asyncio.get_running_loop().call_later(SAVE_AFTER, self._begin_to_save)
+    def _perform(self) -> None:
+        self._driver.perform()
+        self._save_soon()
+
+    def _answered(self, effect: Answered) -> None:
+        outcome = self._outcomes.pop(effect.number, None)
+        if outcome is None or outcome.done():
+            return
+        if isinstance(effect.answer, wire.Done):
+            outcome.set_result(effect.answer)
+        else:
+            _fail(outcome, ConfigError(effect.answer.reason))
 
     # The file
 
@@ -246,6 +253,10 @@ class Stores:
                 self._replica.ask(RUN_STORE, put)
             else:
                 logger.warning("%r of store_file is left out: %s", key, NOT_WIDE.format(what="put"))
+
+    def _save_soon(self) -> None:
+        if self._save is None and self._ending is None and self._has_to_save:
+            self._save = asyncio.get_running_loop().call_later(SAVE_AFTER, self._begin_to_save)
 
     @property
     def _has_to_save(self) -> bool:
@@ -271,33 +282,12 @@ class Stores:
         if self._file is not None and self._has_to_save:
             self._file.write(*self._take_to_save())
 
-    def _end_entries(self) -> None:
-        self._look = None
-        self._replica.advance(waking_clock())
-        self._perform()
-
-    def _send_more(self, seat: Seat) -> None:
-        """Give the link with a process what it has room for: a link drops what it cannot hold.
-
-        Without a link nothing is kept: what matters is said again on the next one.
-        """
-        unsent = self._unsent.get(seat)
-        if self._peers is None or unsent is None:
-            return
-        peer = self._peers[seat]
-        link = peer.link
-        while unsent and link is not None and link.has_room:
-            peer.send(unsent.take())
-        if link is not None and unsent.is_too_long:
-            link.abort()  # the process reads nothing; what it lacks is said again on another link
-        if link is None or not unsent or unsent.is_too_long:
-            self._unsent.pop(seat, None)
-
     def _fail_if_lost(self) -> None:
         """Fail all questions if the process that orders changes is gone, and no view will name another."""
         owner = self._replica.owner
-        if self._peers is None or owner is None or owner == self._me or self._survives_losses:
+        if self._peers is None or owner in (None, self._me, KEEPER) or self._survives_losses:
             return
+        assert owner is not None
         peer = self._peers[Seat(owner)]
         if not peer.is_gone:
             return

@@ -247,8 +247,7 @@ class GenerationTable:
         self._peers.number(generation.ranks)
         for number in [number for number in self._generations if number < founded.generation - 1]:
             self._generations.pop(number).close()
-        if self.keeper is not None:
-            self.keeper.send(founded)
+        self._tell_keeper_of(founded)
         self._parts.judge.watch(generation.seats)
         ranks = tuple(map(founded.members.index, strangers))
         names = tuple(member.card.name for member in strangers)
@@ -385,8 +384,7 @@ class GenerationTable:
     def keeper_up(self) -> None:
         """Tell the keeper, on a new link, of the generations; those that it decides can go on."""
         for _, generation in sorted(self._generations.items()):
-            if self.keeper is not None:
-                self.keeper.send(generation.founded)
+            self._tell_keeper_of(generation.founded)
             if generation.founded.is_kept:
                 generation.view_driver.link_up(len(generation.seats), b"")
 
@@ -404,8 +402,12 @@ class GenerationTable:
 
     def tell_keeper_of_survival(self) -> None:
         """Tell the keeper not to stop the other ranks after a loss: the program goes on although its groups end."""
-        if self.keeper is not None and self.current is not None:
-            self.keeper.send(messages.surviving(self.current.founded))
+        if self.current is not None:
+            self._tell_keeper_of(messages.surviving(self.current.founded))
+
+    def _tell_keeper_of(self, founded: messages.Founded) -> None:
+        if self.keeper is not None:
+            self.keeper.send(messages.to_keeper(founded, self._parts.config.store_bytes))
 
     # The end
 

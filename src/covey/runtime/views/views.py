@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.numbers import Seat
+from covey.proto.replication import KEEPER
 from covey.runtime.fault import Fault
 from covey.runtime.links.keeper_link import KeeperLink
 from covey.runtime.views.generation import RunParts
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from covey.runtime.peers.remote_process import RemoteProcess
     from covey.runtime.state.audit import Auditor
     from covey.runtime.state.checkpoints import Checkpoints
+    from covey.runtime.state.store import Stores
     from covey.runtime.tasks import Tasks
     from covey.runtime.views.generation import Generation, ViewListener
     from covey.wire.membership import Bound, Record
@@ -184,8 +186,16 @@ class Views:
 
     # The keeper
 
-    def meet_keeper(self, path: str, credentials: LinkCredentials, checkpoints: Checkpoints) -> None:
-        """Link with the keeper that listens at `path`, and again when that link ends; it may ask for checkpoints."""
+    def meet_keeper(self, path: str, credentials: LinkCredentials, *, checkpoints: Checkpoints, stores: Stores) -> None:
+        """Link with the keeper that listens at `path`, and again when that link ends.
+
+        It may ask for `checkpoints`, and orders the changes of `stores`.
+        """
+
+        def up() -> None:
+            self.generations.keeper_up()
+            if keeper.link is not None:
+                stores.keeper_up(keeper.link.agreed.features)
 
         def heard(message: messages.Control) -> None:
             match message:
@@ -193,6 +203,8 @@ class Views:
                     from covey.runtime.metrics.inspection import answer_keeper  # most keepers do not ask
 
                     answer_keeper(message, keeper.send)
+                case messages.Posting():
+                    stores.keeper_said(message)
                 case messages.RequestCheckpoint():
                     checkpoints.asked(message, keeper.send)
                 case messages.Vouch(processes):
@@ -202,9 +214,17 @@ class Views:
                 case _:
                     pass
 
-        up, down = self.generations.keeper_up, self.generations.keeper_down
-        keeper = KeeperLink(path, credentials, self._card, on_up=up, on_down=down, on_message=heard)
+        keeper = KeeperLink(
+            path,
+            credentials,
+            self._card,
+            on_up=up,
+            on_down=self.generations.keeper_down,
+            on_message=heard,
+            on_room=lambda: stores.link_has_room(KEEPER),
+        )
         self.generations.use_keeper(keeper)
+        stores.use_keeper(keeper)
         self._tasks.spawn(keeper.keep())
 
     async def await_keeper(self) -> None:
