@@ -55,6 +55,7 @@ def checked_document(text: str, size: int, lane: str) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.thorough
 def test_machines_of_a_cluster_measure_what_one_of_them_was_told(lab: Lab) -> None:
     started = nodes(lab, ("--json", "out.json"), (*SHORT, "--op", "all_reduce,barrier"), ())
     ended = [end(process) for process in started]

@@ -236,6 +236,7 @@ def test_on_a_terminal_it_shows_progress_and_colours_and_fits(job: Job, columns:
     assert max(len(line.rstrip()) for line in report.splitlines()) <= columns
 
 
+@pytest.mark.thorough
 def test_it_explains_a_wait_that_is_over_until_the_run_has_begun(job: Job) -> None:
     secret = secrets.token_hex(32)
     env = {"COVEY_HOME": str(home(job)), "COVEY_INTERFACES": "lo", "COVEY_SECRET": secret, "COVEY_RUN_PROGRAM": "x"}

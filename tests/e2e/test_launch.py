@@ -261,7 +261,8 @@ PRINTING_SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_every_line_that_ranks_print_is_of_one_rank(tmp_path: Path, unbuffered: str) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(PRINTING_SCRIPT))
     done = subprocess.run(

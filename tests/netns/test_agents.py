@@ -7,6 +7,7 @@ import secrets
 import sys
 from unittest.mock import patch
 
+import pytest
 from tests.support import pipes
 from tests.support.jobs import SOURCE, finish
 from tests.support.waiting import DEADLINE
@@ -24,6 +25,7 @@ with covey.join() as group:
 """
 
 
+@pytest.mark.thorough
 def test_one_seed_is_enough_to_start_a_run_on_all_machines() -> None:
     with Lan(hosts=3, kind="switch") as lan:
         lan.switch.allow_multicast(False)

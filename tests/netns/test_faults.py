@@ -139,7 +139,8 @@ def test_a_path_that_swallows_long_packets_is_left(on_loss: str) -> None:
         end_well(members)
 
 
-@pytest.mark.parametrize("longest", [1000, pytest.param(1300, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("longest", [1000, 1300])
 def test_where_only_short_packets_pass_lanes_send_short_ones(longest: int) -> None:
     with Lan(hosts=2, kind="switch", prefix=PREFIX) as lan:
         members = start_run(lan)

@@ -141,6 +141,7 @@ def test_a_machine_whose_run_is_gone_waits_for_it_until_a_person_begins_a_new_on
         check_same_end(new)
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_started_again_after_the_others_have_finished_ends_quietly() -> None:
     with Lan(hosts=3, kind="switch", prefix=PREFIX) as lan:
         cluster = Cluster()

@@ -64,6 +64,7 @@ def test_after_a_loss_in_the_middle_of_measuring_the_others_measure_anew_and_cho
         assert result["told"] == results[0]["told"]
 
 
+@pytest.mark.thorough
 def test_after_a_later_loss_the_others_go_on_with_what_was_measured() -> None:
     began_at = time.time()
     with Members(SIZE, measure_and_lose, VICTIM, "later", "continue", lanes="tcp") as ranks:

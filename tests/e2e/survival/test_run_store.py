@@ -191,6 +191,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
             done.result(DEADLINE)
 
 
+@pytest.mark.thorough
 def test_threads_with_values_of_many_megabytes_ask_beside_threads_that_wait_all_the_time() -> None:
     """A link holds 1 MiB, and the answers of a process that does not acknowledge them are 4,096 at most."""
     large, most = bytes(200_000), store_copy.UNACKNOWLEDGED_LIMIT
