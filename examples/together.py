@@ -1,7 +1,7 @@
 """Training together: `covey run -n 2 examples/together.py`, or on each machine of a cluster, or with `python` alone.
 
-An ordinary loop of one machine, on all machines of a run: covey measures them and the line between them, and chooses how
-they train together. Machines may be lost, and come back. Here a network learns to add numbers modulo 17.
+An ordinary loop of one machine, on all machines of a run: covey measures them and the line between them, and chooses
+how they train together. Machines may be lost, and come back. Here a network learns to add numbers modulo 17.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.support.waiting import DEADLINE
-from tests.torch.test_elastic import Party
+from tests.torch.party import Party
 from torch.utils.data import DataLoader, TensorDataset
 
 import covey.torch.training.together as together_module

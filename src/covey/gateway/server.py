@@ -44,7 +44,7 @@ MAX_PROGRAM_CONNECTIONS: Final = 256
 CONNECTIONS_EACH: Final = 32
 """Of one certificate."""
 MAX_SOCKET_PATH: Final = 100
-START_SECONDS: Final = 60.0
+SERVER_START_SECONDS: Final = 60.0
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
 """Parameters of glibc's mallopt."""
@@ -215,7 +215,7 @@ class BackgroundGateway:
     def __enter__(self) -> Self:
         """Return once it listens; raise what `serve` raises."""
         self._thread.start()
-        self._begun.wait(START_SECONDS)
+        self._begun.wait(SERVER_START_SECONDS)
         if self._error is not None:
             raise self._error
         return self
@@ -224,7 +224,7 @@ class BackgroundGateway:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
-        self._thread.join(START_SECONDS)
+        self._thread.join(SERVER_START_SECONDS)
 
     def _attend(self) -> None:
         try:

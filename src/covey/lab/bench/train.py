@@ -32,7 +32,7 @@ UNSHAPED: Final = ("alone", "bound")
 """Ways for which the line does not matter: they are measured once for each model and seed."""
 TRAINED_MODELS: Final = ("mlp", "attention", "lora")
 BATCH_OF_EACH: Final = {"mlp": 128, "attention": 16, "lora": 128}
-START_SECONDS: Final = 120.0
+TRIAL_START_SECONDS: Final = 120.0
 """For interpreters to start, ranks to join, and the copies to be judged."""
 NAMES: Final = {
     "alone": "one alone", "bound": "bound: exact DDP, unshaped", "gloo": "gloo DDP", "ddp": "covey DDP",
@@ -152,7 +152,7 @@ def _run(lan: Lan, trial: TrainTrial, model: str, way: str, seed: int) -> list[t
             command = ["sh", "-c", 'exec "$@" >/dev/null 2>&1', "sh", *command]
         ranks.append(host.popen(command, env=env))
     try:
-        out, err = ranks[0].communicate(timeout=trial.seconds + START_SECONDS)
+        out, err = ranks[0].communicate(timeout=trial.seconds + TRIAL_START_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(ranks[0].pid, signal.SIGKILL)
         _, err = ranks[0].communicate()
