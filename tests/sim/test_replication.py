@@ -540,16 +540,16 @@ def test_a_replica_without_one_of_the_rules_is_caught(mutant: type[Replica]) -> 
 class SecondOwner(Replica):
     """Orders its own changes although the keeper does."""
 
-    def configure(self, config: int, members: tuple[int, ...], **options: bool) -> None:
-        super().configure(config, members, **(options | {"is_kept": self._me == KEEPER}))
+    def configure(self, config: int, members: tuple[int, ...], **options: bool) -> bool:
+        return super().configure(config, members, **(options | {"is_kept": self._me == KEEPER}))
 
 
 class Fresh(Replica):
     """A keeper that begins each view with an empty copy."""
 
-    def configure(self, config: int, members: tuple[int, ...], **options: bool) -> None:
+    def configure(self, config: int, members: tuple[int, ...], **options: bool) -> bool:
         self._copy = None
-        super().configure(config, members, **options)
+        return super().configure(config, members, **options)
 
 
 class Repeating(Replica):
@@ -564,8 +564,8 @@ class Repeating(Replica):
 class Cautious(Replica):
     """A keeper that answers only once every member has a copy of the change."""
 
-    def configure(self, config: int, members: tuple[int, ...], **options: bool) -> None:
-        super().configure(config, members, **(options | {"follows": self._me != KEEPER}))
+    def configure(self, config: int, members: tuple[int, ...], **options: bool) -> bool:
+        return super().configure(config, members, **(options | {"follows": self._me != KEEPER}))
 
 
 @pytest.mark.parametrize("mutant", [SecondOwner, Fresh, Repeating, Cautious], ids=lambda kind: kind.__name__)

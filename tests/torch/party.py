@@ -54,6 +54,15 @@ class Party:
                 if came[1] == kind and slot in (None, came[0]):
                     return came[2]
 
+    def await_gone(self, *slots: int) -> None:
+        """Wait until the processes of these slots have ended, in whatever order they do."""
+        until = time.monotonic() + DEADLINE
+        while {each for each in self._ends.values() if each in slots}:
+            ready = wait(list(self._ends), max(0.0, until - time.monotonic()))
+            assert ready, f"{slots} have not ended in time; heard {self.heard[-20:]}"
+            for end in ready:
+                self._listen(end)
+
     def await_all(self) -> dict[int, Any]:
         """Return what all processes returned that are left."""
         until = time.monotonic() + DEADLINE

@@ -327,8 +327,7 @@ def test_a_run_whose_shards_are_lost_continues_from_the_last_checkpoint_once_eno
     with Party(4, partial(return_to_checkpoint, str(tmp_path))) as party:
         for slot in range(4):
             party.start(slot)
-        for slot in (1, 3):
-            party.await_heard("gone", slot)
+        party.await_gone(1, 3)
         for slot in (1, 3):
             party.start(slot, restart=1)
         returned = party.await_all()

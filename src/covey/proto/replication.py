@@ -178,8 +178,8 @@ class Replica:
         is_first: bool = False,
         is_kept: bool = False,
         follows: bool = False,
-    ) -> None:
-        """Take the members of a view, in order.
+    ) -> bool:
+        """Take the members of a view, in order; return whether it is a new one.
 
         Args:
             config: the number of the configuration; one that is not higher than the last is ignored.
@@ -189,7 +189,7 @@ class Replica:
             follows: whether this member is to hold a copy although the keeper is the owner.
         """
         if config <= self._config:
-            return
+            return False
         self._config, self._members = config, members
         self._owner = KEEPER if is_kept else members[0] if members else None
         self._follows = is_kept and follows
@@ -213,6 +213,7 @@ class Replica:
         early, self._early = self._early, []
         for message in early:
             self.heard(*message)
+        return True
 
     def ask(self, store: int, change: wire.Question | wire.Open) -> int:
         """Ask a question of this process; return its number, which `Answered` repeats."""

@@ -23,7 +23,6 @@ class KeeperStores:
     def __init__(self) -> None:
         """Begin without a copy: the first generation says how large it may become."""
         self._driver: StoreDriver | None = None
-        self._replica: Replica | None = None
         self._generation = -1
         self._seats: tuple[Seat, ...] = ()
         """Of the last generation, by rank."""
@@ -40,9 +39,9 @@ class KeeperStores:
         speaks = founded.versions
         if not founded.is_kept or speaks is None or KEPT_STORE not in speaks.features:
             return
-        if self._replica is None:
-            self._replica = Replica(KEEPER, bytes_limit=founded.store_bytes)
-            self._driver = StoreDriver(self._replica, self._askers.get, _no_answer)
+        if self._driver is None:
+            replica = Replica(KEEPER, bytes_limit=founded.store_bytes)
+            self._driver = StoreDriver(replica, self._askers.get, _no_answer)
         self._generation = founded.generation
         self._seats = tuple(member.seat for member in founded.members)
         self._seat_of = {member.card.life: member.seat for member in founded.members}
@@ -52,12 +51,9 @@ class KeeperStores:
 
     def view(self, generation: int, number: int, ranks: Collection[int]) -> None:
         """Take the ranks of a view that was decided."""
-        if self._replica is None or self._driver is None or generation != self._generation:
-            return
-        self._driver.forget_unsent()
-        members = tuple(sorted(self._seats[rank] for rank in ranks))
-        self._replica.configure((generation << 32) + number, members, is_kept=True)
-        self._driver.perform()
+        if self._driver is not None and generation == self._generation:
+            members = tuple(sorted(self._seats[rank] for rank in ranks))
+            self._driver.configure((generation << 32) + number, members, is_kept=True)
 
     def heard(self, life: bytes, posting: messages.Posting) -> None:
         """Take a message of a process; RemoteProtocolError if it breaks the protocol."""

@@ -126,7 +126,6 @@ class Stores:
     def view(self, generation: int, view: int, seats: Sequence[Seat]) -> None:
         """Take the members of a view. The keeper orders the changes, or else the member that is longest in the run."""
         self._view = generation, view, seats
-        self._driver.forget_unsent()
         if generation == view == 0 and min(seats) == self._me:
             self._set_found()
         self._configure()
@@ -144,14 +143,14 @@ class Stores:
         if self._view is None or (is_kept and self._keeper_knows is None):
             return  # a keeper of an earlier release is known by its first link
         generation, view, seats = self._view
-        self._replica.configure(
+        self._driver.configure(
             (generation << 32) + view,
             tuple(sorted(seats)),
             is_first=generation == view == 0,
             is_kept=is_kept and KEPT_STORE in (self._keeper_knows or ()),
             follows=self._file is not None and min(seats) == self._me,
         )
-        self._perform()
+        self._save_soon()
 
     def ask(self, store_id: int, question: wire.Question | wire.Open, outcome: Outcome) -> None:
         """Ask a question; `outcome` gets the answer."""

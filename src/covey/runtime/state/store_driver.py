@@ -81,9 +81,20 @@ class StoreDriver:
         self._unsent.pop(peer, None)
         self._assemblies.pop(peer, None)
 
-    def forget_unsent(self) -> None:
-        """Drop what waits: with a new view, all that matters is said again."""
-        self._unsent.clear()
+    def configure(
+        self,
+        config: int,
+        members: tuple[int, ...],
+        *,
+        is_first: bool = False,
+        is_kept: bool = False,
+        follows: bool = False,
+    ) -> None:
+        """Take the members of a view, as `Replica.configure` does. What waits is dropped: after a new view, and only
+        then, all that matters is said again."""
+        if self._replica.configure(config, members, is_first=is_first, is_kept=is_kept, follows=follows):
+            self._unsent.clear()
+        self.perform()
 
     def perform(self) -> None:
         """Perform the effects of the replica, after any call of it."""

@@ -90,6 +90,16 @@ def test_a_copy_of_more_parts_than_may_wait_otherwise_arrives_whole(links: Links
     assert copy.stores[0].queued() == [("queue", b"%d" % number) for number in range(200)]
 
 
+def test_a_view_that_is_told_again_drops_nothing_that_waits(links: Links) -> None:
+    """The member does not ask again: it knows the view."""
+    links.meet()
+    sent = len(links.sent)
+    links.stores.view(0, TOGETHER, [ME, NEWCOMER])
+    links.room = 1
+    links.stores.link_has_room(NEWCOMER)
+    assert len(links.sent) == sent + 1
+
+
 def test_a_process_that_reads_nothing_and_for_which_too_much_waits_loses_its_link(links: Links) -> None:
     links.meet()
     asked = 0
