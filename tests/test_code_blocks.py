@@ -227,6 +227,7 @@ def test_the_loop_of_the_guide_to_training_together_trains_alone(monkeypatch: py
     assert judged[1] < judged[0] / 10
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_programs_of_the_guide_to_pytorch_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import torch.distributed as dist
@@ -476,7 +477,7 @@ def test_every_block_of_every_page_is_run_or_listed() -> None:
         **dict.fromkeys(("README.md", "docs/guides/calls.md"), 3),
         "docs/guides/observing.md": 4,
         "docs/guides/notebooks.md": 1,
-        "docs/guides/pytorch.md": 8,
+        "docs/guides/pytorch.md": 9,
         "docs/guides/training-together.md": 1,
         "docs/guides/metrics.md": 4,
         "docs/guides/services.md": 4,

@@ -242,16 +242,16 @@ def test_a_home_folder_is_refused_and_files_that_may_hold_secrets_are_named_and_
     desk = town.lab.machine("desk", "home", KEY)
     desk.folder = town.lab.folder / "person"
     (desk.folder / "work" / ".ssh").mkdir(parents=True)
-    (desk.folder / "work" / "show.py").write_text("import os; print('files', sorted(os.listdir('.')), flush=True)\n")
+    (desk.folder / "work" / "files.py").write_text("import os; print('files', sorted(os.listdir('.')), flush=True)\n")
     (desk.folder / "work" / ".env").write_text("TOKEN=1\n")
     (desk.folder / "work" / ".ssh" / "id_ed25519").write_text("key\n")
-    refused = desk.covey("run", "--on", "all", "work/show.py", HOME=str(desk.folder))
+    refused = desk.covey("run", "--on", "all", "work/files.py", HOME=str(desk.folder))
     assert refused.returncode == 2
     assert "is your home folder, and is not sent to other machines; put the program into a folder" in refused.stderr
     desk.folder /= "work"
-    sent = desk.covey("run", "--on", town.names["north"], "--include", ".env", "show.py", HOME=str(desk.folder.parent))
+    sent = desk.covey("run", "--on", town.names["north"], "--include", ".env", "files.py", HOME=str(desk.folder.parent))
     assert sent.returncode == 0, sent.stderr
-    assert "files ['.env', 'show.py']" in sent.stdout
+    assert "files ['.env', 'files.py']" in sent.stdout
     assert "covey: left out: .ssh/ may hold secrets and is not sent; --include sends it" in sent.stderr
 
 

@@ -16,6 +16,7 @@ from tests.browser.viewer import RealPage, RealRun
 from tests.support.waiting import DEADLINE, wait_until
 
 from covey.base.errors import ConfigError
+from covey.net.host.run_notes import REPORT_PREFIX
 from covey.ui.links import LinkFile, new_link, opened
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def test_a_run_is_seen_and_stopped_through_the_page(tmp_path: Path) -> None:
         folder = tmp_path / "home" / "ui"
         assert stat.S_IMODE((folder / f"{page.port}.json").stat().st_mode) == 0o600
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        wait_until(lambda: any(path.suffix != ".new" for path in (tmp_path / "home").rglob(f"{REPORT_PREFIX}*")))
         post(page.port, "/api/stop", {"run": found["id"]}, token)
         run.process.wait(DEADLINE)
         assert "from the page" in (tmp_path / "home" / "audit" / "log.jsonl").read_text()

@@ -16,7 +16,7 @@ from covey.base.numbers import Rank, Seat
 from covey.net.host.machine import usable_cores
 from covey.proto.calling.tags import CALL_TAG
 from covey.runtime.bell import Bell
-from covey.runtime.lanes.tuning.rate_limits import Urgency
+from covey.runtime.lanes.tuning.yielding import Urgency
 from covey.runtime.messages.routing import MessageRouting
 
 if TYPE_CHECKING:

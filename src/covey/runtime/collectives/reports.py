@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from covey.base.numbers import BULK, Rank
 from covey.net.host import tcp
 from covey.runtime.fault import Fault
-from covey.runtime.lanes.tuning.rate_limits import Urgency
+from covey.runtime.lanes.tuning.yielding import Urgency
 
 if TYPE_CHECKING:
     import weakref

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from covey.base.numbers import Seat
     from covey.runtime.lanes.opener import LaneOpener, Prepared
     from covey.runtime.lanes.resumption import LaneResumption
-    from covey.runtime.lanes.tuning.rate_limits import Urgency
+    from covey.runtime.lanes.tuning.yielding import Urgency
     from covey.runtime.links.handshake import LinkCredentials, Where
     from covey.runtime.peers.peer_table import PeerTable, Routes
     from covey.runtime.peers.remote_process import RemoteProcess

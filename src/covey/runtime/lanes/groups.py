@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from covey.runtime import loop as control
-from covey.runtime.lanes.tuning.rate_limits import Urgency
+from covey.runtime.lanes.tuning.yielding import Urgency
 from covey.wire import messages
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ is made up for afterwards. A peer whose system cannot space out what it sends ig
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 import socket
 import time
@@ -38,7 +37,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from covey.base.errors import ConfigError
 from covey.net.host import tcp
 from covey.runtime import loop as control
-from covey.runtime.lanes.tuning.yielding import Look, YieldingRate
+from covey.runtime.lanes.tuning.yielding import Look, Urgency, YieldingRate
 from covey.runtime.tasks import Recurring
 from covey.wire import messages
 
@@ -73,24 +72,6 @@ RECEIVING_REPAY_SECONDS: Final = 0.5
 """In how much time peers make up for what they sent too much."""
 WORTH_TELLING: Final = 0.1
 """The change of a share, as a part of it, that a peer is told of."""
-
-
-class Urgency(enum.IntEnum):
-    """Which connections give way to which."""
-
-    CALLS = 0
-    """Small calls."""
-    FIRST = 1
-    """Groups whose priority is above bulk."""
-    PARTS = 2
-    """The parts of large calls."""
-    TENSORS = 3
-    """Collectives and messages."""
-
-    @property
-    def gives_way(self) -> bool:
-        """Whether something more urgent makes it slower."""
-        return self >= Urgency.PARTS
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How fast bulk may be sent to a machine while something more urgent is in use to it. Pure.
+"""What gives way to what, and how fast bulk may be sent to a machine while something more urgent is in use to it. Pure.
 
 What an urgent packet waits for is the queue in front of the slowest link of the way, which TCP fills: on a line of 40
 Mbit/s it holds tens of milliseconds. A sender that is spaced out by what that link carries leaves the queue nearly
@@ -10,6 +10,7 @@ is that of other machines, and is left to them.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import deque
 from typing import Final, NamedTuple
@@ -35,6 +36,24 @@ FOREIGN_LOOKS: Final = 40
 FOREIGN_KEPT: Final = 400
 """... for so many looks."""
 FULL_PACKET_BYTES: Final = 1500
+
+
+class Urgency(enum.IntEnum):
+    """Which connections give way to which."""
+
+    CALLS = 0
+    """Small calls."""
+    FIRST = 1
+    """Groups whose priority is above bulk."""
+    PARTS = 2
+    """The parts of large calls."""
+    TENSORS = 3
+    """Collectives and messages."""
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether something more urgent makes it slower."""
+        return self >= Urgency.PARTS
 
 
 class Look(NamedTuple):

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 
 from covey.base.numbers import Seat
-from covey.runtime.lanes.tuning.rate_limits import PARTS_SHARE, Demand, RateBudget, Urgency, capped, divide
+from covey.runtime.lanes.tuning.rate_limits import PARTS_SHARE, Demand, RateBudget, capped, divide
+from covey.runtime.lanes.tuning.yielding import Urgency
 
 LIMIT = 1_000_000
 CASES = [
