@@ -170,7 +170,9 @@ def test_a_member_that_dials_what_another_process_has_become_does_not_end_its_li
                 control.start(node.links.mesh.dial(peer)).result(DEADLINE)
             refusal = str(refused.value)
         group.barrier()
-        return refusal, peer.link is before and before is not None and before.is_open
+        is_open = peer.link is before and before is not None and before.is_open
+        group.barrier()  # before a rank leaves
+        return refusal, is_open
 
     said = run_threads(2, work, lanes="unix", timeout=DEADLINE)
     assert said == [("rank 0 must not dial rank 1; the higher rank of a pair dials", True), ("", True)]
