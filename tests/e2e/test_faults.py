@@ -335,9 +335,9 @@ def end_early(how: str, leaver: int) -> Any:
         ("exception without with", "tcp", 1, r"rank 1 \(.*\) failed with ValueError: cannot divide the cake \("),
         ("sys.exit", "shm", 5, r"rank 1 \(.*\) failed with exit code 5 \("),
         # Its goodbye may come so late that only the end of its lanes is known.
-        ("sys.exit without with", "tcp", 5, r"rank 1 \(.*\) (left|closed) the group"),
-        ("early end", "shm", 0, r"rank 1 \(.*\) (left|closed) the group"),
-        ("early end", "tcp", 0, r"rank 1 \(.*\) (left|closed) the group"),
+        ("sys.exit without with", "tcp", 5, r"rank 1 \(.*\) (has left|left the group|closed the group)"),
+        ("early end", "shm", 0, r"rank 1 \(.*\) (has left|left the group|closed the group)"),
+        ("early end", "tcp", 0, r"rank 1 \(.*\) (has left|left the group|closed the group)"),
     ],
 )
 def test_others_learn_why_a_rank_ended_early(how: str, lanes: str, code: int, reason: str) -> None:

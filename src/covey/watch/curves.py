@@ -35,12 +35,12 @@ class Curves:
     def begin(self, rows: Sequence[ReportRow]) -> None:
         """Take what was reported before; of more rows than are kept, evenly many."""
         step = max(1, -(-len(rows) // EARLIER_LIMIT))
-        seen = (moment.at for moment in (*self._coarse, *self._fine) if moment.step is not None or moment.reports)
-        first = next(seen, float("inf"))
-        kept = [row for row in rows[::step] if row.at < first]
+        seen = (moment for moment in (*self._coarse, *self._fine) if moment.step is not None or moment.reports)
+        first = next(seen, None)
+        kept = [row for row in rows[::step] if first is None or _is_before(row, first)]
         self._earlier = tuple(
             Moment(
-                row.at,
+                row.at if first is None else min(row.at, first.at),
                 row.step,
                 dict(row.values),
                 None if row.compute < 0 else row.compute + row.sync,
@@ -73,3 +73,8 @@ class Curves:
 
     def __len__(self) -> int:
         return len(self._earlier) + len(self._coarse) + len(self._fine)
+
+
+def _is_before(row: ReportRow, moment: Moment) -> bool:
+    """Tell whether a row came before a moment, whose time is when its round of questions began, not its answer."""
+    return row.at < moment.at or (row.step is not None and moment.step is not None and row.step < moment.step)

@@ -44,3 +44,11 @@ def test_what_was_reported_before_is_in_front_and_bounded() -> None:
     assert [moment.at for moment in moments] == sorted({moment.at for moment in moments}), "none is there twice"
     curves.begin([ReportRow(1.0, None, {})])
     assert curves.since(0.0)[0] == Moment(1.0), "a row without a step has no parts"
+
+
+def test_what_was_reported_while_the_first_answer_was_awaited_is_in_front_too() -> None:
+    """The time of a moment is when its questions were asked."""
+    curves = Curves()
+    curves.add(Moment(10.0, step=3))
+    curves.begin([ReportRow(at, step, {}) for step, at in enumerate((9.9, 10.1, 10.2, 10.3))])
+    assert [moment.step for moment in curves.since(-1.0)] == [0, 1, 2, 3]

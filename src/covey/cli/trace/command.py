@@ -77,14 +77,15 @@ def trace(
     all its ranks when it gets SIGUSR1. Of a run that has ended, the latest files here are shown.
     """
     words = what or []
-    run, measured = "", None
+    run, measured, process = "", None, ""
     if not words and (newest := newest_running()) is not None:
         words, cluster = [newest.name], cluster or newest.cluster or None
+        process = "" if cluster else str(newest.pid)  # another run of this user may have the same name
     if not words:
         flights = read_latest(folder())
     elif len(words) == 1 and not os.path.isfile(words[0]) and not words[0].endswith(SUFFIX):
         try:
-            run, flights, measured = ask_run(words[0], cluster, check_timeout(wait, "--wait"))
+            run, flights, measured = ask_run(process or words[0], cluster, check_timeout(wait, "--wait"))
         except ConfigError:
             if cluster is not None or not (flights := latest_of(folder(), words[0])):
                 raise
