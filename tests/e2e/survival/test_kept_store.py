@@ -121,6 +121,24 @@ def test_entries_outlive_all_members_if_the_run_begins_anew(tmp_path: Path) -> N
     assert said == {key: {"found": found, "count": 6} for key in range(3)}, text
 
 
+def test_a_run_that_all_ranks_have_left_and_joined_again_begins_with_an_empty_store(tmp_path: Path) -> None:
+    body = """
+        import json
+        import covey
+
+        for _ in range(2):
+            with covey.join(on_loss="continue", timeout=20) as group:
+                group.node.store.add("count")
+                group.barrier()
+                count = group.node.store.add("count", 0)
+                group.barrier()
+        print(json.dumps({"count": count}), flush=True)
+    """
+    said, text = run(tmp_path, 2, body)
+    assert said == {key: {"count": 2} for key in range(2)}, text
+    assert "another generation" not in text
+
+
 def test_the_file_of_a_store_has_what_every_rank_was_told_is_done(tmp_path: Path) -> None:
     """Its rank writes it, although the keeper orders the changes."""
     body = """

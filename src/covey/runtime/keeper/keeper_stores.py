@@ -39,6 +39,9 @@ class KeeperStores:
         speaks = founded.versions
         if not founded.is_kept or speaks is None or KEPT_STORE not in speaks.features:
             return
+        if self._driver is not None and not founded.generation:
+            self._driver.close()  # the processes have left the run, and formed it anew: its stores are empty
+            self._driver = None
         if self._driver is None:
             replica = Replica(KEEPER, bytes_limit=founded.store_bytes)
             self._driver = StoreDriver(replica, self._askers.get, _no_answer)

@@ -274,6 +274,10 @@ class LocalKeeper:
             raise RemoteProtocolError(
                 f"process {life.hex()[:8]} announced generation {told.number} but is not a member of it"
             )
+        if self._generations and self._begins_again(told):
+            for number in list(self._generations):
+                self._end(number)
+            self._has_finished = False
         if told.number > max(self._generations, default=-1):
             for number in [number for number in self._generations if number < told.number - 1]:
                 self._end(number)
@@ -294,6 +298,15 @@ class LocalKeeper:
         generation.told_by.add(life)
         generation.patience = min(generation.patience, told.patience)
         generation.judge(self._process_table, self._links, self._left, self._card.life, now)
+
+    def _begins_again(self, told: GenerationViews) -> bool:
+        """Tell whether the processes have all left the run, and formed it anew: their programs join more than once."""
+        latest = self._generations[max(self._generations)]
+        if told.number or not latest.rank_of.keys().isdisjoint(told.rank_of):
+            return False
+        for link in [self._links[life] for life in latest.lives if life in self._links]:
+            link.catch_up()  # each has said goodbye before it joined again, over another link
+        return not any(self._lives(life) and life in self._links for life in latest.lives)
 
     def _agreeing(self, life: bytes, number: int, said: bytes) -> None:
         generation = self._generations.get(number)
