@@ -156,7 +156,7 @@ class Replica:
 
     def next_end(self) -> float:
         """Return when to call `advance` at the latest; inf for never."""
-        if self.owner != self._me or self._copy is None:
+        if not self._is_ready or self._copy is None:  # an owner that recovers cannot end them yet
             return math.inf
         return min(store.next_end() for store in self._copy.stores.values())
 

@@ -198,6 +198,7 @@ class Stores:
         self._driver.forget(seat)
         if self._survives_losses:
             return
+        self._replica.advance(waking_clock())
         self._replica.drop(seat)
         self._perform()
         self._fail_if_lost()

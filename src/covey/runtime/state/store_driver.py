@@ -92,6 +92,7 @@ class StoreDriver:
     ) -> None:
         """Take the members of a view, as `Replica.configure` does. What waits is dropped: after a new view, and only
         then, all that matters is said again."""
+        self._replica.advance(waking_clock())  # questions that waited for the view begin entries that end after a time
         if self._replica.configure(config, members, is_first=is_first, is_kept=is_kept, follows=follows):
             self._unsent.clear()
         self.perform()

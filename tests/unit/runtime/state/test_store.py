@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.proto.replication import NO_COPY, Replica, SendToReplica
 from covey.runtime.peers.peer_table import PeerTable
-from covey.runtime.state import store, store_link
+from covey.runtime.state import store, store_driver, store_link
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 from covey.wire import store as wire
@@ -98,6 +100,49 @@ def test_a_view_that_is_told_again_drops_nothing_that_waits(links: Links) -> Non
     links.room = 1
     links.stores.link_has_room(NEWCOMER)
     assert len(links.sent) == sent + 1
+
+
+def test_an_entry_that_was_asked_for_long_before_the_first_view_lasts_from_that_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(store, "waking_clock", lambda: now)
+    monkeypatch.setattr(store_driver, "waking_clock", lambda: now)
+    stores = store.Stores(PeerTable(ME, {}), Tasks("a test"), survives_losses=True)
+    loop = asyncio.new_event_loop()
+
+    async def ask() -> list[int]:
+        nonlocal now
+        stores.ask(0, wire.Put((("a", b""),), milliseconds=5000), Future())
+        now += 60
+        stores.view(0, ALONE, [ME])
+        found = []
+        for _ in range(2):
+            stores.ask(0, wire.HasKeys(("a",)), outcome := Future[wire.Done]())
+            found.append(outcome.result(0).number)
+            now += 5
+        stores.close()
+        return found
+
+    try:
+        assert loop.run_until_complete(ask()) == [1, 0]
+    finally:
+        loop.close()
+
+
+def test_an_owner_that_recovers_is_not_woken_for_entries_that_it_cannot_end_yet() -> None:
+    owner = Replica(1)
+    owner.configure(0, (0, 1))
+    owner.heard(0, 0, 0, wire.Load(0, wire.Open(), index=1))
+    owner.heard(0, 0, 0, wire.Load(0, wire.Put((("a", b""),), milliseconds=1), versions=(1,), part=1, index=1))
+    owner.heard(0, 0, 0, wire.Loaded(0, 1, 2))
+    owner.configure(1, (1, 2))
+    owner.advance(10.0)
+    assert owner.next_end() == math.inf
+    owner.heard(2, 0, 0, wire.Last(1, NO_COPY))
+    assert owner.next_end() <= 10.0
+    owner.advance(10.0)
+    assert owner.next_end() == math.inf
 
 
 def test_a_process_that_reads_nothing_and_for_which_too_much_waits_loses_its_link(links: Links) -> None:
