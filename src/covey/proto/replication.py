@@ -93,6 +93,8 @@ class Replica:
         self._config, self._members = -1, ()  # type: tuple[int, tuple[int, ...]]
         self._owner: int | None = None
         self._follows = False
+        self._has_caught_up = False
+        """Of a member that follows: whether its copy has all that was answered before this configuration."""
         self._copy: StoreCopy | None = None
         """None until this member was given one."""
         self._loading: StoreCopy | None = None
@@ -144,8 +146,15 @@ class Replica:
         return self._copy is not None
 
     def stamp(self, store: int) -> tuple[int, int] | None:
-        """Return two numbers that tell of any change of entries; None unless this member orders or follows them."""
-        if not (self._is_ready or self._follows) or self._copy is None or store not in self._copy.stores:
+        """Return two numbers that tell of any change of entries; None unless this member orders or follows them.
+
+        They are None, too, while a copy that follows lacks changes of before.
+        """
+        if (
+            not (self._is_ready or (self._follows and self._has_caught_up))
+            or self._copy is None
+            or store not in self._copy.stores
+        ):
             return None
         return self._copy.stores[store].changes, self._copy.stores[store].count
 
@@ -192,7 +201,7 @@ class Replica:
             return False
         self._config, self._members = config, members
         self._owner = KEEPER if is_kept else members[0] if members else None
-        self._follows = is_kept and follows
+        self._follows, self._has_caught_up = is_kept and follows, False
         self._acked, self._recovering, self._lasts = {}, {}, {}
         self._loading = self._source = None
         self._unanswered.clear()
@@ -509,6 +518,7 @@ class Replica:
             self._log.append((body.index, entry))
             self._apply(body.index, entry)
         if peer == self.owner:
+            self._has_caught_up = self._has_caught_up or self._index >= body.stable
             self._trim(min(body.stable, self._index))
             self._send(peer, wire.Ack(self._config, self._index))
 
@@ -545,6 +555,7 @@ class Replica:
                 self._index = self._stable = body.index
                 self._log.clear()
         if peer == self.owner:  # which sends the copy again, if this one was not whole
+            self._has_caught_up = self._has_caught_up or self._index >= body.index
             kind = wire.Ack if self._index >= body.index else wire.Last
             self._send(peer, kind(self._config, self._index))
 

@@ -105,6 +105,8 @@ class Stores:
         """The state of the store that the file has, or is about to have: see `Replica.stamp`."""
         self._found: StoredEntries = () if file is None else file.read()
         """StoredEntries of an earlier run, which this process sets first if it orders the changes of the first view."""
+        self._setting: set[int] = set()
+        """The numbers of the questions that set these, until they are answered: so long the file stays as it is."""
         if file is not None and not fits(self._found, bytes_limit):
             raise ConfigError(
                 f"{file.path} has more entries than a store may have (the setting store_bytes is {bytes_limit}); raise "
@@ -234,6 +236,7 @@ class Stores:
         self._save_soon()
 
     def _answered(self, effect: Answered) -> None:
+        self._setting.discard(effect.number)
         outcome = self._outcomes.pop(effect.number, None)
         if outcome is None or outcome.done():
             return
@@ -250,7 +253,7 @@ class Stores:
         for key, value in found:
             put = wire.Put(((key, value),))
             if WIDE_STORE in self._features() or not wire.is_wide(put):
-                self._replica.ask(RUN_STORE, put)
+                self._setting.add(self._replica.ask(RUN_STORE, put))
             else:
                 logger.warning("%r of store_file is left out: %s", key, NOT_WIDE.format(what="put"))
 
@@ -260,7 +263,9 @@ class Stores:
 
     @property
     def _has_to_save(self) -> bool:
-        return self._file is not None and self._replica.stamp(RUN_STORE) not in (None, self._saved)
+        if self._file is None or self._setting:
+            return False
+        return self._replica.stamp(RUN_STORE) not in (None, self._saved)
 
     def _take_to_save(self) -> tuple[int, StoredEntries]:
         self._saved = self._replica.stamp(RUN_STORE)

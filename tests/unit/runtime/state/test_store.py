@@ -7,18 +7,23 @@ import math
 import random
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
-from covey.proto.replication import NO_COPY, Replica, SendToReplica
+from covey.net.host.store_file import StoreFile
+from covey.proto.replication import KEEPER, NO_COPY, Replica, SendToReplica
 from covey.runtime.peers.peer_table import PeerTable
 from covey.runtime.state import store, store_driver, store_link
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 from covey.wire import store as wire
+from covey.wire.versions import FEATURES
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ME, NEWCOMER = Seat(0), Seat(1)
 ALONE, TOGETHER = 0, 1
@@ -193,6 +198,87 @@ def test_a_large_value_travels_in_pieces_between_which_the_link_is_free(links: L
     copy = newcomer._copy
     assert copy is not None
     assert dict(entry[:2] for entry in copy.stores[0].entries()) == {"large": value, "other": b"small"}
+
+
+class Keeper:
+    """The keeper of a run, and a member of it with a file: each hears the other when the test says so."""
+
+    def __init__(self, path: Path, me: Seat = ME) -> None:
+        self.me = me
+        self.replica = Replica(KEEPER)
+        self.sent: list[messages.Posting] = []
+        self.link: Any = SimpleNamespace(has_room=True)
+        self.stores = store.Stores(PeerTable(me, {}), survives_losses=True, file=StoreFile(path))
+        self.stores.use_keeper(self)
+
+    def send(self, message: messages.Control) -> None:
+        assert isinstance(message, messages.Posting)
+        self.sent.append(message)
+
+    def decide(self, number: int, members: tuple[Seat, ...]) -> None:
+        self.replica.configure(number, members, is_kept=True)
+        self.stores.view(0, number, members)
+
+    def hear(self) -> None:
+        """Take all that was said so far."""
+        sent, self.sent = self.sent, []
+        for posting in sent:
+            body = wire.decode_body(posting.body)
+            assert not isinstance(body, wire.BodyPiece)
+            self.replica.heard(self.me, posting.store, posting.number, body)
+
+    def answer(self) -> None:
+        """Say all that it has to say."""
+        for effect in self.replica.effects():
+            assert isinstance(effect, SendToReplica)
+            self.stores.keeper_said(messages.Posting(effect.store, effect.number, wire.encode_body(effect.body)))
+
+
+def test_a_file_stays_as_it_is_until_its_process_has_all_that_belongs_there(tmp_path: Path) -> None:
+    StoreFile(path := tmp_path / "store").write(0, (("a", b"1"), ("b", b"2")))
+
+    async def leave_early() -> None:
+        keeper = Keeper(path)
+        keeper.decide(0, (ME,))
+        keeper.stores.keeper_up(FEATURES)
+        keeper.stores.keep()
+        assert StoreFile(path).read() == (("a", b"1"), ("b", b"2"))
+        keeper.sent, later = keeper.sent[:2], keeper.sent[2:]  # that the process has no entry, and its first one
+        keeper.hear()
+        keeper.answer()
+        keeper.stores.keep()
+        assert StoreFile(path).read() == (("a", b"1"), ("b", b"2"))
+        keeper.sent += later
+        while keeper.sent:
+            keeper.hear()
+            keeper.answer()
+        keeper.stores.ask(0, wire.Delete("a"), Future())
+        keeper.hear()
+        keeper.answer()
+        keeper.stores.keep()
+        assert StoreFile(path).read() == (("b", b"2"),)
+        keeper.stores.close()
+
+    asyncio.run(leave_early())
+
+
+def test_a_process_that_begins_to_write_the_file_has_first_what_the_keeper_has(tmp_path: Path) -> None:
+    async def follow() -> None:
+        keeper = Keeper(path := tmp_path / "store", NEWCOMER)
+        keeper.stores.keeper_up(FEATURES)
+        keeper.decide(0, (ME, NEWCOMER))
+        keeper.replica.heard(ME, 0, 1, wire.Submit(0, 0, wire.Put((("a", b"1"),))))
+        keeper.replica.effects()
+        keeper.decide(1, (NEWCOMER,))
+        keeper.stores.keep()
+        assert not path.exists()
+        keeper.hear()
+        keeper.answer()
+        keeper.stores.keep()
+        assert StoreFile(path).read() == (("a", b"1"),)
+        keeper.stores.close()
+
+    asyncio.run(follow())
 
 
 @pytest.mark.parametrize("bad", ["too long", "not a message", "a piece"])
