@@ -236,7 +236,10 @@ class Stores:
         self._save_soon()
 
     def _answered(self, effect: Answered) -> None:
-        self._setting.discard(effect.number)
+        if effect.number in self._setting:
+            self._setting.remove(effect.number)
+            if isinstance(effect.answer, wire.Refused):
+                logger.warning("entries of store_file are left out: %s", effect.answer.reason)
         outcome = self._outcomes.pop(effect.number, None)
         if outcome is None or outcome.done():
             return
@@ -250,12 +253,20 @@ class Stores:
     def _set_found(self) -> None:
         """Set what an earlier run has left, before any other question."""
         found, self._found = self._found, ()
-        for key, value in found:
-            put = wire.Put(((key, value),))
-            if WIDE_STORE in self._features() or not wire.is_wide(put):
-                self._setting.add(self._replica.ask(RUN_STORE, put))
-            else:
-                logger.warning("%r of store_file is left out: %s", key, NOT_WIDE.format(what="put"))
+        batch: list[tuple[str, bytes]] = []  # many at once: a process may have only so many questions
+        size = 0
+        for entry in found:
+            if WIDE_STORE not in self._features() and wire.is_wide(wire.Put((entry,))):
+                logger.warning("%r of store_file is left out: %s", entry[0], NOT_WIDE.format(what="put"))
+                continue
+            cost = 4 * len(entry[0]) + len(entry[1]) + 16
+            if batch and (len(batch) == wire.KEYS_LIMIT or size + cost > wire.BODY_LIMIT):
+                self._setting.add(self._replica.ask(RUN_STORE, wire.Put(tuple(batch))))
+                batch, size = [], 0
+            batch.append(entry)
+            size += cost
+        if batch:
+            self._setting.add(self._replica.ask(RUN_STORE, wire.Put(tuple(batch))))
 
     def _save_soon(self) -> None:
         if self._save is None and self._ending is None and self._has_to_save:

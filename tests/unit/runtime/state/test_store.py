@@ -15,6 +15,7 @@ from covey.base.errors import ConfigError, RemoteProtocolError
 from covey.base.numbers import Seat
 from covey.net.host.store_file import StoreFile
 from covey.proto.replication import KEEPER, NO_COPY, Replica, SendToReplica
+from covey.proto.store_copy import UNACKNOWLEDGED_LIMIT
 from covey.runtime.peers.peer_table import PeerTable
 from covey.runtime.state import store, store_driver, store_link
 from covey.runtime.tasks import Tasks
@@ -260,6 +261,23 @@ def test_a_file_stays_as_it_is_until_its_process_has_all_that_belongs_there(tmp_
         keeper.stores.close()
 
     asyncio.run(leave_early())
+
+
+def test_all_entries_of_a_file_are_set_however_many_they_are(tmp_path: Path) -> None:
+    entries = tuple((f"{number:05}", b"%d" % number) for number in range(UNACKNOWLEDGED_LIMIT + 1000))
+    StoreFile(path := tmp_path / "store").write(0, (*entries, ("large", bytes(wire.PLAIN_VALUE_LIMIT + 1))))
+
+    async def begin() -> None:
+        keeper = Keeper(path)
+        keeper.decide(0, (ME,))
+        keeper.stores.keeper_up(FEATURES)
+        while keeper.sent:
+            keeper.hear()
+            keeper.answer()
+        assert keeper.replica.lasting(0) == [*entries, ("large", bytes(wire.PLAIN_VALUE_LIMIT + 1))]
+        keeper.stores.close()
+
+    asyncio.run(begin())
 
 
 def test_a_process_that_begins_to_write_the_file_has_first_what_the_keeper_has(tmp_path: Path) -> None:
