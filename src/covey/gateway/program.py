@@ -89,7 +89,13 @@ class CallTurn:
         Raises:
             RefusalError: the arguments cannot work; nothing was begun.
         """
-        return await _begun(begin, args, named)
+        work = _begun(begin, args, named)
+        try:
+            await _ended(work)
+        except asyncio.CancelledError:
+            self._begun = asyncio.ensure_future(_withdrawn(work))
+            raise
+        return work.wait(0)
 
     def array(self, kind: ArrayKind) -> Array:
         """Return memory for an array of this turn, with any contents; its pages are taken when they are written."""
@@ -104,6 +110,29 @@ def _begun(begin: Callable[..., Work[Any]], args: tuple[Any, ...], named: dict[s
         return begin(*args, **named, async_op=True)
     except (TypeError, ValueError) as error:  # ConfigError is one
         raise malformed(str(error)) from None
+
+
+async def _ended(work: Work[Any]) -> None:
+    """Return when an operation has ended; its result can still be given back."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def wake() -> None:
+        if not ended.done():  # the call may have been cancelled
+            ended.set_result(None)
+
+    def tell(_: Work[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(wake)
+
+    work.add_waker(tell)
+    await ended
+
+
+async def _withdrawn(work: Work[Any]) -> None:
+    """Withdraw an operation. A message that has begun to arrive is written to its memory for as long as that takes."""
+    await off_loop(work.release)  # which may wait: other programs go on
+    await _ended(work)
 
 
 async def _settled(work: Work[Any]) -> None:
@@ -186,10 +215,11 @@ class RegisteredProgram:
         """
         group = self.group
         async with self.collective.take(), self.sending.take(), self.receiving.take():
+            if engine_of(group).is_over:
+                self._news.set()  # the registration ends, and gives the rank up
+                raise _ending(group)
             self._has_left = True
             try:
-                if engine_of(group).is_over:
-                    raise _ending(group)
                 await off_loop(self._rank.leave)
                 self.has_left_in_order = True
             finally:
