@@ -23,7 +23,7 @@ from covey.base.errors import (
     QuorumLostError,
     Remedy,
 )
-from covey.base.text import printable
+from covey.base.text import CUT, printable
 from covey.coordinator.refusal import RefusalError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ RANKS_KEY: Final = "covey-ranks"
 GROUP_KEY: Final = "covey-group"
 """`open` if the rank can make further calls, `over` if its group has ended, `none` if the program has no rank."""
 STATUS_TEXT_LIMIT: Final = 4000
-"""Of a status; HTTP/2 takes 8 KiB of metadata."""
+"""Bytes of a status as gRPC encodes it; HTTP/2 takes 8 KiB of metadata."""
 
 STATUSES: Final[tuple[tuple[type[Exception], str], ...]] = (
     (ConfigError, "INVALID_ARGUMENT"),
@@ -77,7 +77,17 @@ def failure_of(error: Exception, group: str) -> FailedCall:
     details = [(ERROR_KEY, type(error).__name__), (REMEDY_KEY, remedy.name), (GROUP_KEY, group)]
     if ranks := _ranks(error):
         details.append((RANKS_KEY, ",".join(map(str, ranks))))
-    return FailedCall(status, printable(str(error) or type(error).__name__, STATUS_TEXT_LIMIT), tuple(details))
+    return FailedCall(status, _cut(printable(str(error) or type(error).__name__, STATUS_TEXT_LIMIT)), tuple(details))
+
+
+def _cut(text: str) -> str:
+    """Return as much of a text as fits into a status, in which every byte that is no plain letter takes three."""
+    size = len(CUT)
+    for at, letter in enumerate(text):
+        size += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode())
+        if size > STATUS_TEXT_LIMIT:
+            return text[:at] + CUT
+    return text
 
 
 def _ranks(error: Exception) -> Sequence[int]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import string
+import urllib.parse
+
 import grpc
 from tests.support.in_turn import in_turn
 
 from covey.base import errors
 from covey.base.errors import CoveyError, DeadlineError, PeerLostError, QuorumLostError
+from covey.base.text import printable
 from covey.coordinator.refusal import Reason, RefusalError
 from covey.gateway.failures import STATUS_TEXT_LIMIT, failure_of
 
+PLAIN = " " + string.punctuation.replace("%", "")
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CoveyError)]
 
 
@@ -39,6 +44,15 @@ def test_the_ranks_of_an_error_can_be_read_by_a_program() -> None:
     failure = failure_of(DeadlineError("late", late=(1, 4)), "over")
     assert dict(failure.details)["covey-ranks"] == "1,4"
     assert "covey-ranks" not in dict(failure_of(PeerLostError("any", rank=-1), "over").details)
+
+
+@in_turn(text=["plain " * 1000, "\u4e16" * 1000, "100 %" * 1000, "\u00e9\n" * 1000])
+def test_a_text_of_any_alphabet_fits_into_a_status(text: str) -> None:
+    """gRPC writes the bytes of a status that are no plain letters as %XX; a longer one is an error without details."""
+    told = failure_of(PeerLostError(text, rank=1), "over").text
+    assert STATUS_TEXT_LIMIT - 20 < len(urllib.parse.quote(told, safe=PLAIN)) <= STATUS_TEXT_LIMIT
+    assert told[:9] == printable(text)[:9]
+    assert told.endswith("...")
 
 
 def test_each_reason_of_a_refusal_is_a_status() -> None:
