@@ -302,3 +302,15 @@ def test_a_claim_with_a_wrong_key_is_refused_and_harms_no_other_handle() -> None
     assert counts.holds(target, 2)
     assert counts.dropped(target, 0) == []
     assert counts.dropped(target, 2, key=KEY) == [target]
+
+
+def test_what_a_node_said_before_it_was_lost_may_be_read_after_that() -> None:
+    counts = ReferenceCounts(0)
+    target = counts.export(KEY)
+    assert counts.give(target, 2)
+    assert counts.lost(2) == []
+    counts.claimed(target, 1, 2, KEY)
+    counts.claimed(target, 1, 2, b"guess")
+    assert not counts.holds(target, 2), "nothing would drop this handle any more"
+    assert counts.dropped(target, 2, key=KEY) == []
+    assert counts.dropped(target, 0) == [target]

@@ -111,8 +111,11 @@ class ReferenceCounts:
     def claimed(self, target: int, giver: int, taker: int, key: bytes) -> None:
         """Count a handle that was passed on, for the node that got it.
 
-        A wrong key is the fault of the node that has passed it on, so the claim is refused, and no more.
+        A wrong key is the fault of the node that has passed it on, so the claim is refused, and no more. One of a node
+        that is gone comes too late: nothing would drop that handle any more.
         """
+        if taker in self._gone:
+            return
         counts = self._objects.get(target)
         if counts is None or not hmac.compare_digest(counts.key, key):
             self._refused[taker] += 1
@@ -124,9 +127,13 @@ class ReferenceCounts:
     def dropped(self, target: int, peer: int, references: int = 1, key: bytes = b"") -> list[int]:
         """Note that a node has dropped handles, which had this key; return the objects that are free now.
 
+        Those of a node that is gone were dropped when it was lost.
+
         Raises:
             RemoteProtocolError: it never had so many.
         """
+        if peer in self._gone:
+            return []
         counts = self._objects.get(target)
         if key and (counts is None or not hmac.compare_digest(counts.key, key)) and self._refused[peer] >= references:
             self._refused[peer] -= references
