@@ -20,12 +20,15 @@ from covey.base.errors import ConfigError
 from covey.plan.training import SlowestLine, TrainingWay
 from covey.runtime.counters import process
 from covey.runtime.group.internals import engine_of
+from covey.testing.threads import run_threads
 from covey.torch.training.averaging import RankFigures
 from covey.torch.training.together import TrainTogether, train_together
-from covey.torch.training.ways import MachinesAndLine, choose, possible_ways
+from covey.torch.training.ways import MachinesAndLine, agree, choose, possible_ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from covey import Group
 
 SAMPLES, BATCH = 220, 12
 TOGETHER: Any = together_module
@@ -214,6 +217,14 @@ def test_the_choice_follows_from_the_line_the_machines_and_the_promise() -> None
     uneven = possible_ways(found(100, each, each, 2 * each), batch, nbytes, is_exact=False)[0]
     even = possible_ways(found(100, each, each), batch, nbytes, is_exact=False)[0]
     assert uneven.samples_per_second > 1.2 * even.samples_per_second
+
+
+def test_ranks_whose_predictions_are_rounded_differently_agree_on_the_way_and_on_when_to_measure_again() -> None:
+    def body(group: Group) -> TrainingWay:
+        kind, every = ("ddp", 1) if group.rank else ("diloco", 8)
+        return agree(group, TrainingWay(kind, "int8", every, 0.1 + 0.01 * group.rank, 1.0, 1.0))
+
+    assert [way[:4] for way in run_threads(2, body)] == [("diloco", "int8", 8, 0.1)] * 2
 
 
 def test_loaders_that_it_cannot_deal_from_are_refused() -> None:

@@ -370,9 +370,7 @@ class TrainTogether:
         group = self.group
         sample_seconds = 1 / self._pace.speed if self._pace.speed else 0.0
         found, before = measure(group, sample_seconds, self._nbytes), self._way
-        way = agree(
-            group, choose(found, self._batch, self._nbytes, before, is_exact=self._is_exact), before or FIRST_WAY
-        )
+        way = agree(group, choose(found, self._batch, self._nbytes, before, is_exact=self._is_exact))
         if group.rank == min(found.figures.contributors) and (before is None or way[:2] != before[:2]):
             tell(group, way, found, self._batch)
             if is_asked():

@@ -116,19 +116,19 @@ def choose(
     return ways[0]
 
 
-def agree(group: Group, found: training.TrainingWay, kept: training.TrainingWay) -> training.TrainingWay:
-    """Return what the lowest rank has found, on all ranks, or `kept` if that rank is lost.
+def agree(group: Group, found: training.TrainingWay) -> training.TrainingWay:
+    """Return what the lowest rank has found, on all ranks: the way, and how long a step takes in it.
 
     Processors may round predictions differently, and the ranks must not choose by them apart.
     """
-    row = np.zeros(2)
-    if group.rank == min(group.contributors):
-        row[:] = _NAMES.index(found[:2]) + 1, found.every
-    group.all_reduce(row)
-    if not row[0]:
-        return kept
-    kind, codec = _NAMES[int(row[0]) - 1]
-    return found._replace(kind=kind, codec=codec, every=int(row[1]))
+    while True:
+        row = np.zeros(3)
+        if group.rank == min(group.contributors):
+            row[:] = _NAMES.index(found[:2]) + 1, found.every, found.step_seconds
+        group.all_reduce(row)
+        if row[0]:  # else that rank was lost, and the next one says what it has found
+            kind, codec = _NAMES[int(row[0]) - 1]
+            return found._replace(kind=kind, codec=codec, every=int(row[1]), step_seconds=float(row[2]))
 
 
 def alone_is_better(found: MachinesAndLine, used: training.TrainingWay, batch: int) -> float:
