@@ -120,6 +120,22 @@ def test_with_exact_the_numbers_are_those_of_one_machine_with_the_whole_batch() 
     assert {value[2] for _, kind, value in party.heard if kind == "trained"} == {"DDP"}
 
 
+def test_a_state_that_is_taken_within_an_epoch_knows_the_samples_that_were_dealt_and_not_trained_on() -> None:
+    seen: Counter[int] = Counter()
+    first = Training(0, lambda *_: None, epochs=1)
+    for inputs, targets, numbers in first.together:
+        (first.model(inputs) - targets).square().mean().backward()
+        first.together.step()
+        seen.update(numbers.tolist())
+        if first.together.samples > SAMPLES // 2:
+            break
+    second = Training(0, lambda _, value: seen.update(value[1]), epochs=1)
+    second.together.load_state_dict(first.together.state_dict())
+    second.run()
+    assert seen == Counter(range(SAMPLES))
+    assert second.together.samples == SAMPLES
+
+
 def in_turns(slot: int, tell: Callable[..., None]) -> Any:
     """Use one way after the other, as if the line changed at each measurement."""
     ways = itertools.cycle(WAYS)

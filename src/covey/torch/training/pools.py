@@ -34,6 +34,11 @@ class Pools:
         """The samples in all pools."""
         return sum(map(len, self._by_rank))
 
+    @property
+    def untold(self) -> list[int]:
+        """The samples in all pools: those that no exchange has told to be trained on."""
+        return [sample for pool in self._by_rank for sample in pool]
+
     def take(self, count: int | None = None) -> list[int]:
         """Return this rank's next samples, up to `count`, or all."""
         mine = self._by_rank[self._rank]

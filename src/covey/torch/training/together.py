@@ -168,13 +168,18 @@ class TrainTogether:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the training; newcomers get it, and checkpoints should have it."""
+        """Return the position of the training; newcomers get it, and checkpoints should have it.
+
+        Samples that were dealt and are not trained on as of the last exchange are dealt again.
+        """
+        sampler = self._sampler.state_dict()
+        sampler["owed"] += self._pools.untold
         return {
             "samples": self._samples,
             "lost": self._lost,
             "steps": self._steps,
             "credit": self._credit,
-            "sampler": self._sampler.state_dict(),
+            "sampler": sampler,
             "way": None if self._way is None else list(self._way[:3]),
         }
 
