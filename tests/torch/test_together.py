@@ -90,10 +90,10 @@ class Training:
         }
 
 
-def alone(**options: Any) -> Training:
-    training = Training(0, lambda *_: None, **options)
-    training.run()
-    return training
+def take_a_step(training: Training) -> None:
+    (training.model(INPUTS) - TARGETS).square().mean().backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
 
 
 def counts(party: Party) -> Counter[tuple[int, int]]:
@@ -102,6 +102,8 @@ def counts(party: Party) -> Counter[tuple[int, int]]:
 
 def exactly(slot: int, tell: Callable[..., None]) -> Any:
     training = Training(slot, tell, exact=True)
+    if slot == 0:
+        take_a_step(training)  # as after a checkpoint that one rank has loaded
     training.run()
     return training.result()
 
@@ -111,7 +113,10 @@ def test_with_exact_the_numbers_are_those_of_one_machine_with_the_whole_batch() 
         for slot in range(2):
             party.start(slot)
         returned = party.await_all()
-    single = alone(exact=True).result()
+    whole = Training(0, lambda *_: None, exact=True)
+    take_a_step(whole)
+    whole.run()
+    single = whole.result()
     for found in returned.values():
         assert (found["samples"], found["lost"], found["rate"]) == (2 * SAMPLES, 0, single["rate"])
         for mine, wanted in zip(found["parameters"], single["parameters"], strict=True):
@@ -134,6 +139,26 @@ def test_a_state_that_is_taken_within_an_epoch_knows_the_samples_that_were_dealt
     second.run()
     assert seen == Counter(range(SAMPLES))
     assert second.together.samples == SAMPLES
+
+
+def test_ranks_whose_optimizers_have_states_of_other_parameters_get_that_of_one_rank_when_they_begin_to_share() -> None:
+    def body(group: Group) -> Any:
+        training = Training(group.rank, lambda *_: None)
+        together = training.together
+        vars(together)["_group"] = group
+        if group.rank == 2:
+            training.model.first.bias.grad = torch.ones(8)
+            training.optimizer.step()
+        elif group.rank == 1:
+            take_a_step(training)
+        together._share_optimizer()
+        group.barrier()
+        return training.optimizer.state_dict()["state"]
+
+    first, *others = run_threads(3, body)
+    assert len(first) == 3
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
 def in_turns(slot: int, tell: Callable[..., None]) -> Any:

@@ -19,7 +19,7 @@ from covey.base.errors import ConfigError, GroupChangedError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
 from covey.plan import training
-from covey.runtime.group.internals import report_for_program
+from covey.runtime.group.internals import is_newcomer, report_for_program
 from covey.runtime.joining.generations import generations
 from covey.torch.training.averaging import RankFigures
 from covey.torch.training.diloco import DiLoCo
@@ -28,7 +28,7 @@ from covey.torch.training.local_sgd import flat, parts, trained_by
 from covey.torch.training.pools import Pools
 from covey.torch.training.sampler import ElasticSampler, Pace, by_speed
 from covey.torch.training.step_times import is_asked
-from covey.torch.training.structure import share_buffers, take_apart
+from covey.torch.training.structure import hand_over, share_buffers, take_apart
 from covey.torch.training.ways import agree, choose, measure, own_pace, possible_ways, predicted, tell
 
 if TYPE_CHECKING:
@@ -363,6 +363,8 @@ class TrainTogether:
             self._looks_in = 1  # the machines are others now
         elif self._is_exact:
             self._looks_in = 2 * OPENING_STEPS if group.size > 1 else 0
+        if not self._is_outer:  # the ranks take the same steps from here on
+            hand_over(group, self._model, {"optimizer": self._optimizer}, fresh=is_newcomer(group))
         self._prepare_sums()
 
     def _open(self) -> None:
@@ -442,14 +444,23 @@ class TrainTogether:
             self._sums = None
 
     def _share_optimizer(self) -> None:
-        """Make the state of the optimizer the mean over the ranks: from now on all take the same steps."""
-        state = self._optimizer.state_dict()
+        """Make the state of the optimizer the mean over the ranks: from now on all take the same steps.
+
+        Ranks may have states of other parameters, or none before their first step. Then all get that of one rank.
+        """
+        group, state = self.group, self._optimizer.state_dict()
         _, tensors = take_apart({"state": state["state"]})
+        form = [[name, *tensor.shape] for name, tensor in sorted(tensors.items())]
+        forms: list[Any] = group.all_gather_object(form)
+        there = group.contributors
+        if any(forms[rank] != forms[there[0]] for rank in there):
+            donor = max(there, key=lambda rank: (len(forms[rank]), -rank))
+            hand_over(group, self._model, {"optimizer": self._optimizer}, fresh=group.rank != donor)
+            return
         ordered = [tensors[name] for name in sorted(tensors) if tensors[name].is_floating_point()]
         if not ordered:
             return
         row = flat([tensor.cpu() for tensor in ordered])
-        group = self.group
         group.all_reduce(row)
         row /= len(group.contributors)
         with torch.no_grad():
