@@ -16,7 +16,7 @@ from tests.torch.party import Party
 from torch.utils.data import DataLoader, TensorDataset
 
 import covey.torch.training.together as together_module
-from covey.base.errors import ConfigError
+from covey.base.errors import ConfigError, GroupChangedError
 from covey.plan.training import SlowestLine, TrainingWay
 from covey.runtime.counters import process
 from covey.runtime.group.internals import engine_of
@@ -139,6 +139,21 @@ def test_a_state_that_is_taken_within_an_epoch_knows_the_samples_that_were_dealt
     second.run()
     assert seen == Counter(range(SAMPLES))
     assert second.together.samples == SAMPLES
+
+
+def test_gradients_of_a_step_from_which_this_process_was_cut_off_are_not_in_its_next_one() -> None:
+    def cut_off(*_: Any) -> None:
+        raise GroupChangedError("cut off")
+
+    training = Training(0, lambda *_: None)
+    together = training.together
+    for inputs, targets, _ in together:
+        (training.model(inputs) - targets).square().mean().backward()
+        vars(together)["_take_common_step"] = cut_off
+        together.step()
+        assert together._is_outside
+        assert all(parameter.grad is None for parameter in training.model.parameters())
+        break
 
 
 def test_ranks_whose_optimizers_have_states_of_other_parameters_get_that_of_one_rank_when_they_begin_to_share() -> None:

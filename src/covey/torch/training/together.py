@@ -212,6 +212,7 @@ class TrainTogether:
                 self._take_common_step(own)
         except GroupChangedError:
             self._is_outside = True  # the other ranks continue; the loop joins again
+            self._optimizer.zero_grad()  # these gradients were in no step
 
     @property
     def _is_outer(self) -> bool:
