@@ -394,6 +394,36 @@ def test_the_same_history_draws_the_same_numbers_of_torch_and_others_are_left_al
     assert len({tuple(drawn[0]) for drawn in found[0].values()}) == 3
 
 
+# A newcomer comes right after a checkpoint
+
+
+def save_often(folder: str, slot: int, tell: Callable[..., None]) -> Any:
+    os.environ["COVEY_HOME"] = folder
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = Elastic(model=model, optimizer=optimizer, sampler=ElasticSampler(24), batch=4, epochs=2, timeout=DEADLINE)
+    elastic.keep_checkpoints(every=1)
+    for indices in elastic:
+        if elastic.generation == 0 and slot == 1 and elastic.samples == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if elastic.generation == 0 and elastic.lost:
+            await_newcomer(elastic)
+        model(torch.full((len(indices), 1), slot + 1.0)).mean().backward()
+        elastic.step()
+    return elastic.done, elastic.generation, [parameter.item() for parameter in model.parameters()]
+
+
+def test_a_newcomer_saves_when_the_others_do_also_if_it_comes_right_after_a_checkpoint(tmp_path: Path) -> None:
+    with Party(2, partial(save_often, str(tmp_path))) as party:
+        for slot in range(2):
+            party.start(slot)
+        party.await_heard("gone", 1)
+        party.start(1, restart=1)
+        returned = party.await_all()
+    assert returned[0] == returned[1]
+    assert returned[0][:2] == (True, 1)
+
+
 # One is slow, and both thaw a layer
 
 

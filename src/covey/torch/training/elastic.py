@@ -420,6 +420,7 @@ class Elastic:
             hand_over(group, self._model, self._parts)
         else:
             self._form(self._replicas)
+        self._saved_at = self._reported  # equal on all ranks: they have saved this state, or continue from it
         self._share_buffers()
         if is_newcomer(group) and (group.generation or group.rank):  # rank 0 of the first generation keeps its own seed
             words = f"{self._seed} {group.generation} {group.rank}".encode()
