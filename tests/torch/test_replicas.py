@@ -342,6 +342,31 @@ def test_a_run_whose_shards_are_lost_continues_from_the_last_checkpoint_once_eno
             np.testing.assert_array_equal(mine, its)
 
 
+def begin_anew(folder: str, slot: int, tell: Callable[..., None]) -> Any:
+    os.environ["COVEY_HOME"] = folder
+    torch.manual_seed(5)
+    model, replica = Net(), ModelReplica(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    elastic = Elastic(model=model, optimizer=optimizer, sampler=ElasticSampler(SAMPLES), batch=BATCH, replica=replica)
+    elastic.keep_checkpoints(every=3)
+    assert elastic._replicas is not None
+    assert elastic._saves is not None
+    elastic._replicas.is_due = True  # of a step that had begun when a generation ended without this process
+    saves = set()
+    for indices in elastic:
+        if elastic._saves._saving is not None:
+            saves.add((elastic._saved_at, elastic._saves._saving))
+        model(indices).square().mean().backward()
+        elastic.step()
+    return sorted(step for step, _ in saves)
+
+
+def test_a_checkpoint_that_was_due_in_an_earlier_generation_is_not_saved_in_the_next_one(tmp_path: Path) -> None:
+    with Party(1, partial(begin_anew, str(tmp_path))) as party:
+        party.start(0)
+        assert party.await_all()[0] == [3, 6]
+
+
 # Forming replicas, and what is refused
 
 

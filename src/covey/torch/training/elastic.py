@@ -419,6 +419,7 @@ class Elastic:
                 self._saves.load(group)
             hand_over(group, self._model, self._parts)
         else:
+            self._replicas.is_due = False  # this process may have been cut off before it saved, and the others have
             self._form(self._replicas)
         self._saved_at = self._reported  # equal on all ranks: they have saved this state, or continue from it
         self._share_buffers()
