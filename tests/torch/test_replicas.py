@@ -275,6 +275,31 @@ def test_two_replicas_of_two_shards_compute_what_one_process_computes() -> None:
         assert_same_bits(returned[slot], returned[slot + 2])
 
 
+# A rank asks to leave in the last step, and another one has no replica
+
+
+def leave_last(slot: int, tell: Callable[..., None]) -> Any:
+    training = Training(tell)
+    elastic = training.elastic
+
+    def before_step() -> None:
+        if slot == 0 and elastic.samples == EPOCHS * SAMPLES - 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await_newcomer(elastic)  # or know of another change
+
+    training.run(before_step)
+    return elastic.done, training.state()
+
+
+def test_a_rank_without_a_replica_gets_the_last_state_also_if_a_change_waits_after_the_last_step() -> None:
+    with Party(3, leave_last) as party:
+        for slot in range(3):
+            party.start(slot)
+        returned = party.await_all()
+    assert [returned[slot][0] for slot in range(3)] == [True] * 3
+    assert_same_bits(returned[0][1], returned[2][1])
+
+
 # A shard is on no rank any more
 
 

@@ -501,9 +501,12 @@ class Elastic:
         self._save_if_due()
         if replicas is None:
             return self.done
-        if self.done and replicas.has_idle and not replicas.is_over:
-            replicas.agree((), 0.0, is_over=True)
-            self._hand_over(replicas, is_behind=replicas.number is None)
+        # Ranks without a replica do not know that all is done; they ask before they leave the loop for a change.
+        can_ask = replicas.has_idle and not (replicas.is_over or replicas.must_wait)
+        if can_ask and (self.done or self.group.change_pending):
+            replicas.agree((), 0.0, is_over=self.done)
+            if replicas.is_over:
+                self._hand_over(replicas, is_behind=replicas.number is None)
         return self.done
 
     def _watch(self) -> None:
