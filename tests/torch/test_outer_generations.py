@@ -183,6 +183,20 @@ def test_local_sgd_averages_over_the_members_that_are_left_and_gives_newcomers_t
     assert all(len(states) == 1 for states in by_round.values()), by_round
 
 
+def test_what_is_trained_for_the_first_time_is_averaged_exactly_also_if_changes_are_compressed() -> None:
+    def body(group: Group) -> list[float]:
+        model = torch.nn.Linear(3, 1)
+        local = LocalSGD(model, every=1, compress="int4", generations=True)
+        local.enter(group)
+        values = torch.arange(40.0) ** 2 + group.rank
+        model.added = torch.nn.Parameter(values.clone())
+        assert local.step()
+        change = model.added.detach() - values
+        return [float(change.min()), float(change.max())]
+
+    assert covey.testing.run_threads(2, body) == [[0.5, 0.5], [-0.5, -0.5]]
+
+
 def test_own_pace_is_for_generations() -> None:
     model = model_of(0)
     with pytest.raises(ConfigError, match="own_pace=True needs generations=True"):

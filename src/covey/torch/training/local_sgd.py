@@ -116,7 +116,11 @@ class LocalSGD:
 
     def _average(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         mean = flat(parameters)
-        if self._generations is not None:
+        if self._generations is not None and self._is_compressed:  # only changes are sent in fewer bytes
+            group, total = self._generations.group, mean.cpu()
+            group.all_reduce(total)
+            mean = total.div_(len(group.contributors)).to(mean.device)
+        elif self._generations is not None:
             named = [(str(place), parameter.shape) for place, parameter in enumerate(parameters)]
             mean = self._generations.start(mean, consecutive(named), None)()
         else:
