@@ -78,7 +78,7 @@ COORDINATOR = """
 import sys
 from covey.cli.main import main
 from covey.coordinator import tls_front
-tls_front.HANDSHAKE_SECONDS = 500.0  # a machine that stands still ends no handshake
+tls_front.TLS_FRONT_SECONDS = 500.0  # a machine that stands still ends no handshake
 sys.argv = ["covey", "coordinator", *sys.argv[1:]]
 main()
 """
