@@ -29,7 +29,8 @@ MOST_SECONDS = 10.0
 DOCTOR = "import sys; sys.argv[1:] = {words!r}; from covey.cli.main import main; main()"
 PATIENT = """
 from covey.cli.doctor import command, network
-command.DEADLINE_SECONDS = network.LAST_MEASUREMENT_SECONDS = network.LATE_SECONDS = network.REACH_ANSWER_SECONDS = 1000.0
+command.DEADLINE_SECONDS = network.LAST_MEASUREMENT_SECONDS = 1000.0
+network.LATE_SECONDS = network.REACH_ANSWER_SECONDS = 1000.0
 """
 """In front of it: it does not hurry, however busy the machine is."""
 WAITING = """

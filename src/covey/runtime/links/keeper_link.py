@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from typing import TYPE_CHECKING, Final
 
 from covey.base.errors import AuthError, ConnectError, CoveyError
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("covey")
 
 KEEPER_PAUSES: Final = Growing(0.01, 1.0, 1.5)
-"""Between attempts to reach a keeper that does not answer."""
+"""Between attempts to reach a keeper that does not answer, or ends each link at once."""
+LINK_LASTS_SECONDS: Final = 1.0
+"""A link that ends sooner counts as an attempt that failed."""
 
 
 class KeeperLink:
@@ -65,8 +68,7 @@ class KeeperLink:
                 tries.failed(str(error) or NO_ANSWER)
                 await tries.rest()  # the keeper may be starting, or ending with all its processes
                 continue
-            tries.worked()
-            self.link = link
+            self.link, up_at = link, time.monotonic()
             self._ended.clear()
             try:
                 link.attach(
@@ -82,6 +84,11 @@ class KeeperLink:
             if isinstance(link.error, CoveyError):
                 logger.warning("the link with the keeper was ended: %s", printable(str(link.error)))
             self._on_down()
+            if time.monotonic() - up_at >= LINK_LASTS_SECONDS:
+                tries.worked()
+            else:
+                tries.failed("it ended the link at once")
+                await tries.rest()
 
     def _hello(self) -> messages.Hello:
         return messages.Hello(messages.VERSION, secrets.token_bytes(32), "kept", "", -1, self._fewest, "", self._card)
