@@ -19,6 +19,7 @@ from covey.net.host import descriptors
 from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.node import node_of
+from covey.runtime.lanes.table import REPLACEMENT, LaneTable
 from covey.runtime.lanes.tuning import stream_trials
 from covey.runtime.lanes.tuning.moves import RETIRE_CHECK_EVERY, LaneMoves
 from covey.testing.threads import run_threads
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from covey import Group
+    from covey.runtime.lanes.table import LaneKey
 
 
 @pytest.fixture
@@ -146,6 +148,36 @@ def test_a_lane_that_should_move_while_it_gets_more_streams_moves_afterwards() -
         group.barrier()
 
     run_threads(2, body, lanes="secure")
+
+
+def test_a_replacement_is_offered_again_to_an_end_that_does_not_use_the_last_one_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused: list[LaneKey] = []
+    is_open = LaneTable.is_open
+
+    def is_open_at_first(table: LaneTable, key: LaneKey, attempt: int) -> bool:
+        if key.purpose == REPLACEMENT and len(refused) < 3:
+            refused.append(key)
+            return True
+        return is_open(table, key, attempt)
+
+    monkeypatch.setattr(LaneTable, "is_open", is_open_at_first)
+
+    def body(group: Group) -> None:
+        node: Any = node_of(group)
+        group.barrier()
+        if group.rank == 1:
+            control.soon(node.lanes.moves.move, Seat(0))
+        until, is_over = time.monotonic() + DEADLINE, False
+        while not is_over:
+            told = [event.text for event in group.events() if event.kind == "moved"]
+            is_over = group.all_reduce(float(bool(told)), "min") > 0
+            assert time.monotonic() < until
+        group.barrier()
+
+    run_threads(2, body, lanes="secure")
+    assert len(refused) == 3
 
 
 def test_nothing_is_tried_with_a_set_number_or_limit_or_over_other_lanes() -> None:

@@ -16,7 +16,7 @@ from covey.base.pace import Growing
 from covey.base.settings import STREAMS_LIMIT
 from covey.net.host import descriptors
 from covey.runtime.backoff import Backoff
-from covey.runtime.lanes.dialler import LANE_BYTES, LANE_SECRET_BYTES, ONE_STREAM, OTHER_END_DIALS
+from covey.runtime.lanes.dialler import LANE_BYTES, LANE_SECRET_BYTES, NOT_SWITCHED, ONE_STREAM, OTHER_END_DIALS
 from covey.runtime.lanes.table import PURPOSES, REPLACEMENT, lane_key
 from covey.runtime.links.handshake import receive_exactly
 from covey.runtime.links.link import HANDSHAKE_SECONDS
@@ -118,8 +118,10 @@ class LaneAcceptor:
             return f"{name} of the run is not in this group"
         if self._table.is_over(key) or self._tasks.is_closing:
             return f"{self._peers.name_of(self._peers.seat)} has closed the group"
-        if self._table.is_open(key, offer.attempt) or len(self._table) + len(self._expected) > LANES_LIMIT:
-            return "this lane is open already"
+        if self._table.is_open(key, offer.attempt):
+            return NOT_SWITCHED if offer.purpose == REPLACEMENT else "this lane is open already"
+        if len(self._table) + len(self._expected) > LANES_LIMIT:
+            return f"this process has {LANES_LIMIT} lanes already"
         return ""
 
     def stop_expecting(self, peer: Seat | None = None) -> None:

@@ -57,9 +57,12 @@ CONNECT_PAUSES: Final = Growing(0.02, 0.5, 1.5)
 OTHER_END_DIALS: Final = "the other end opens the lanes of this pair"
 """The refusal of an offer while the two ends do not agree yet which of them dials. The offer is made again."""
 
-
 ONE_STREAM: Final = "lanes of this end have one connection"
 """The refusal of an offer of several connections by an end whose executor has no such lanes. One is offered instead."""
+NOT_SWITCHED: Final = "the last replacement of this lane is not in use yet"
+"""The refusal of a replacement by an end that has to reach the operation at which both use the one before it."""
+SWITCH_SECONDS: Final = 10.0
+"""How long a replacement that is refused for that reason is offered again."""
 
 
 class LaneShape(NamedTuple):
@@ -151,6 +154,7 @@ class LaneDialler:
             shortage = Backoff(
                 f"a free descriptor for a lane to {name}", CONNECT_PAUSES, within=FREE_DESCRIPTOR_SECONDS
             )
+            unused = Backoff(f"{name} to use a replaced lane", CONNECT_PAUSES, within=SWITCH_SECONDS)
             while True:
                 if not peer.is_dialled:  # the peer dialled a link that replaced this one
                     self.open(key)
@@ -174,6 +178,9 @@ class LaneDialler:
                 except RefusedError as error:
                     if str(error) == ONE_STREAM and most > 1 and key not in self._shapes:
                         most = 1
+                    elif str(error) == NOT_SWITCHED and not unused.is_over:
+                        unused.failed(error)
+                        await unused.rest()
                     elif str(error) == UNAVAILABLE and kind.instead and not self._rules.is_demanded(kind.name):
                         kind = LANE_KINDS[kind.instead]
                     else:
