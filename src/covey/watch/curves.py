@@ -28,16 +28,22 @@ class Curves:
     """The moments of one run."""
 
     def __init__(self) -> None:
+        self._rows: Sequence[ReportRow] = ()
         self._earlier: tuple[Moment, ...] = ()
+        """The rows as moments, none of which is later than the first moment that was seen."""
+        self._has_seen = False
+        """Whether a moment was added in which the program had reported."""
         self._coarse: list[Moment] = []
         self._fine: list[Moment] = []
 
     def begin(self, rows: Sequence[ReportRow]) -> None:
         """Take what was reported before; of more rows than are kept, evenly many."""
-        step = max(1, -(-len(rows) // EARLIER_LIMIT))
-        seen = (moment for moment in (*self._coarse, *self._fine) if moment.step is not None or moment.reports)
+        self._rows = rows[:: max(1, -(-len(rows) // EARLIER_LIMIT))]
+        self._place_rows()
+
+    def _place_rows(self) -> None:
+        seen = (moment for moment in (*self._coarse, *self._fine) if _tells(moment))
         first = next(seen, None)
-        kept = [row for row in rows[::step] if first is None or _is_before(row, first)]
         self._earlier = tuple(
             Moment(
                 row.at if first is None else min(row.at, first.at),
@@ -47,12 +53,16 @@ class Curves:
                 None if row.compute < 0 else row.compute,
                 None if row.sync < 0 else row.sync,
             )
-            for row in kept
+            for row in self._rows
+            if first is None or _is_before(row, first)
         )
 
     def add(self, moment: Moment) -> None:
         """Add a moment, and thin out old ones."""
         self._fine.append(moment)
+        if not self._has_seen and _tells(moment):
+            self._has_seen = True
+            self._place_rows()
         oldest = 0
         while oldest < len(self._fine) and self._fine[oldest].at < moment.at - FINE_SECONDS:
             past = self._fine[oldest]
@@ -73,6 +83,10 @@ class Curves:
 
     def __len__(self) -> int:
         return len(self._earlier) + len(self._coarse) + len(self._fine)
+
+
+def _tells(moment: Moment) -> bool:
+    return moment.step is not None or bool(moment.reports)
 
 
 def _is_before(row: ReportRow, moment: Moment) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from covey.watch.curves import EARLIER_LIMIT, MOMENTS_LIMIT, Curves
 from covey.watch.overview import Moment
 from covey.wire.progress import ReportRow
@@ -46,9 +48,15 @@ def test_what_was_reported_before_is_in_front_and_bounded() -> None:
     assert curves.since(0.0)[0] == Moment(1.0), "a row without a step has no parts"
 
 
-def test_what_was_reported_while_the_first_answer_was_awaited_is_in_front_too() -> None:
+@pytest.mark.parametrize("is_begun_first", [False, True])
+def test_what_was_reported_while_the_first_answer_was_awaited_is_in_front_too(*, is_begun_first: bool) -> None:
     """The time of a moment is when its questions were asked."""
     curves = Curves()
+    rows = [ReportRow(at, step, {}) for step, at in enumerate((9.9, 10.1, 10.2, 10.3))]
+    if is_begun_first:
+        curves.begin(rows)
+    curves.add(Moment(9.5))
     curves.add(Moment(10.0, step=3))
-    curves.begin([ReportRow(at, step, {}) for step, at in enumerate((9.9, 10.1, 10.2, 10.3))])
-    assert [moment.step for moment in curves.since(-1.0)] == [0, 1, 2, 3]
+    if not is_begun_first:
+        curves.begin(rows)
+    assert [moment.step for moment in curves.since(-1.0)] == [None, 0, 1, 2, 3]
