@@ -251,7 +251,7 @@ def test_a_visitor_that_has_left_is_not_looked_for_and_no_problem() -> None:
         port = visitor.card.contact.addresses[0].port
         here = Hint((messages.Address("127.0.0.1", port, "lo"),), same_host=True)
         there = Hint(visitor.card.contact.addresses)
-        await until(lambda: len(waiting.visitors) == 1)
+        await until(lambda: len(waiting.visitors) > 0)  # two, if each dialled the other: every link of a visitor counts
         await visitor.close()
         visitor.endpoint.on_close()
         await until(lambda: len(waiting.visitors) == 0)

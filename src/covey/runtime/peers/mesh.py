@@ -59,7 +59,11 @@ def is_guest(purpose: str, own: str) -> bool:
 
 
 class Visitors:
-    """The visitors of one node, ordered by their last question."""
+    """The visitors of one node, ordered by their last question.
+
+    A visitor is an object for each of its links, because an answer goes over the link on which the question came: a
+    process that dials a node while that dials it has two here, until one link ends. It chooses between them.
+    """
 
     def __init__(self, is_needed: Callable[[RemoteProcess], bool], limit: int) -> None:
         """`is_needed` tells whether a node is a keeper that a linked node names; up to `limit` others may stay."""
