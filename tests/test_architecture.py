@@ -456,6 +456,11 @@ def test_what_is_tried_again_is_paced_in_one_way() -> None:
     assert not [str(path) for path in others if growing.search(path.read_text())]
 
 
+def test_no_wait_loses_that_it_was_cancelled() -> None:
+    """`asyncio.wait_for` of Python 3.11 drops a cancellation that comes with the end of what it waits for."""
+    assert [str(path) for path in SRC.rglob("*.py") if "asyncio.wait_for(" in path.read_text()] == []
+
+
 JOINTED = ("links", "state", "peers", "views", "lanes", "joining")
 """The rooms of `runtime` whose joints the tests below hold."""
 

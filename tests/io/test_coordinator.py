@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
 import sqlite3
 import sys
@@ -10,12 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support import forked
 from tests.support.coordinators import coordinate
+from tests.support.in_turn import in_turn
 from tests.support.machines import end, new_lab
 from tests.support.waiting import DEADLINE
 from tools import generate_proto
 
 from covey.base.errors import ConfigError
+from covey.coordinator import coordinator_pb2 as pb
 from covey.coordinator.records import RunRecord, Sizes
+from covey.coordinator.service import CoordinatorService
 from covey.coordinator.state_file import StateFile
 
 if TYPE_CHECKING:
@@ -200,6 +205,44 @@ channel.close()
     assert (code, out) == (0, "")
     assert "refused a connection from 127.0.0.1:" in err
     assert all("refused a connection" in line for line in err.splitlines()), err
+
+
+class Caller:
+    """What gRPC tells of a call, as far as the service asks."""
+
+    def peer(self) -> str:
+        return "caller"
+
+    def invocation_metadata(self) -> None:
+        return None
+
+
+@in_turn(turns=range(12))
+def test_a_coordinator_that_stops_while_its_workers_change_does_stop(tmp_path: Path, turns: int) -> None:
+    """The task that begins rounds can be cancelled, however many turns of the loop after it was woken."""
+
+    async def work(state: StateFile) -> bool:
+        async def take(number: int) -> None:
+            for _ in range(number):
+                await asyncio.sleep(0)
+
+        sizes = Sizes(least=2, most=2, settle=0.0)
+        service = CoordinatorService(state, lambda _peer: "machine", lambda _charter: None, sizes)
+        rounds = asyncio.create_task(service.begin_rounds())
+        await take(10)  # now it waits
+        request = pb.RegisterWorkerRequest(run="train", worker_id="w", life=b"w" * 16, address="127.0.0.1:5000")
+        stream = service.RegisterWorker(request, Caller())
+        await anext(stream)  # wakes it
+        await take(turns)
+        rounds.cancel()
+        await take(30)
+        has_ended = rounds.done()
+        await stream.aclose()  # wakes it again
+        await take(30)
+        return has_ended
+
+    with contextlib.closing(StateFile(tmp_path / str(turns))) as state:
+        assert asyncio.run(work(state)), "the task goes on"
 
 
 def test_the_state_is_for_one_coordinator_and_a_damaged_file_says_so(tmp_path: Path) -> None:

@@ -185,7 +185,8 @@ class CoordinatorService(CoordinatorServicer):
             deadlines = [at for run in self._runs.values() if (at := run.next_deadline(now)) is not None]
             pause = min([LONGEST_TICK, *(max(0.01, at - now) for at in deadlines)])
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._woken.wait()
 
     def close(self) -> None:
         """End all streams: the coordinator stops."""
@@ -205,7 +206,8 @@ class CoordinatorService(CoordinatorServicer):
         """Wait until a worker may have to be told something; RefusalError if its machine is denied meanwhile."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wake.wait(), TELL_WAITING_EVERY)
+                async with asyncio.timeout(TELL_WAITING_EVERY):
+                    await wake.wait()
             self._caller(context)
             if is_waiting or wake.is_set():
                 return

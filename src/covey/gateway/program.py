@@ -204,7 +204,8 @@ class RegisteredProgram:
                 told = group.live
                 yield told
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), LOOK_EVERY)
+                async with asyncio.timeout(LOOK_EVERY):
+                    await self._news.wait()
 
     async def leave(self) -> None:
         """Leave the run in order.
