@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -212,6 +213,11 @@ def state_of(pid: int) -> str:
 def stop(pid: int) -> None:
     """Stop a process, and return when it has stopped."""
     os.kill(pid, signal.SIGSTOP)
+    await_stop(pid)
+
+
+def await_stop(pid: int) -> None:
+    """Return when a process has stopped."""
     deadline = time.monotonic() + DEADLINE
     while state_of(pid) != "T":
         assert time.monotonic() < deadline
@@ -337,6 +343,21 @@ class Visible:
         self._header[0] = scale
         yield
         self._header[0] = 0
+
+
+def stop_in_restore(chunks: int, first: Callable[[], None]) -> None:
+    """Stop this process, after `first()`, once so many chunks of a state have arrived here."""
+    from covey.runtime.group.state_transfer import StateTransfer
+
+    landed, tag = itertools.count(1), StateTransfer._tag_landed
+
+    def tag_or_stop(transfer: StateTransfer, *args: Any) -> bytes:
+        if next(landed) == chunks:
+            first()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return tag(transfer, *args)
+
+    StateTransfer._tag_landed = tag_or_stop  # type: ignore[method-assign]
 
 
 def tell_changes(group: Any) -> None:

@@ -13,16 +13,15 @@ from tests.support.survivors import (
     STOPS,
     CoveyRun,
     Members,
-    Visible,
     attempt,
     await_go,
-    catch_in_the_middle,
+    await_stop,
     covey,
-    kill_in_the_middle,
     np,
     say,
     state_of,
     stop,
+    stop_in_restore,
     tell_changes,
     threading,
     total,
@@ -250,17 +249,15 @@ def test_stopped_and_given_up_and_continued_ranks_never_make_a_wrong_number(stop
                 assert agreed.setdefault(key, said["ranks"]) == said["ranks"], (rank, said)
 
 
-def hold_the_state(count: int) -> Any:
-    """Bring a large state to newcomers, which can be watched meanwhile, and do small steps in between."""
+def hold_the_state(count: int, catcher: int) -> Any:
+    """Bring a large state to newcomers, and do small steps in between; each that is `catcher` stops half-way."""
     slot, restart = int(os.environ["COVEY_RANK"]), int(os.environ.get("COVEY_RESTART", "0"))
-    visible = Visible(slot, count)
-    state: dict[str, Any] = {"w": visible.array, "step": 0}
     right = 7 * values(5, count)
-    np.copyto(visible.array, 2 * values(slot, count) if restart else right)
-    say("visible", descriptor=visible.descriptor)
+    state: dict[str, Any] = {"w": 2 * values(slot, count) if restart else right.copy(), "step": 0}
+    if restart and slot == catcher:
+        stop_in_restore(3, lambda: say("stops", done=int((state["w"] == right).sum()), of=count))
     for group in covey.generations():
-        with visible.in_operation(2 if restart and not state["step"] else 0):
-            report = group.restore(state)
+        report = group.restore(state)
         is_right = bool((state["w"] == right).all())
         say("restored", size=group.size, step=state["step"], received=report.bytes_received, right=is_right)
         while not group.change_pending:
@@ -272,36 +269,37 @@ def hold_the_state(count: int) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.alone  # to catch an operation that runs once, the test must not be kept waiting
 def test_donors_and_newcomers_may_die_while_the_state_is_restored() -> None:
-    with Members(3, hold_the_state, 16 << 20) as ranks:
+    with Members(3, hold_the_state, 16 << 20, 2) as ranks:
         for rank in range(3):
             ranks.await_said(rank, "restored")
 
-        def come_back(rank: int, number: int) -> tuple[int, int]:
-            known = len(ranks.all_said(rank, "visible"))
-            ranks.begin_again(rank, number)
-            return ranks.pid(rank), ranks.await_said(rank, "visible", known + 1)["descriptor"]
+        def come_half_way(number: int) -> None:
+            ranks.begin_again(2, number)
+            said = ranks.await_said(2, "stops", number)
+            assert 0 < said["done"] < said["of"]
+            await_stop(ranks.pid(2))
 
         ranks.kill(2)
-        kill_in_the_middle(*come_back(2, 1))  # the newcomer dies
+        come_half_way(1)
+        ranks.kill(2)  # the newcomer dies
         for rank in (0, 1):
             said = ranks.await_said(rank, "restored", 2)
             assert (said["size"], said["right"], said["received"]) == (3, True, 0)
-        catch_in_the_middle(*come_back(2, 2))
+        come_half_way(2)
         ranks.kill(1)  # one of its donors dies
         ranks.signal(2, signal.SIGCONT)
         for rank, count in ((0, 3), (2, 2)):
             said = ranks.await_said(rank, "restored", count)
             assert said["right"], said
             assert said["step"] > 0
-        come_back(1, 1)
+        ranks.begin_again(1, 1)
         said = ranks.await_said(1, "restored", 3)
         assert said["right"]
         assert said["size"] == 3
         steps = ranks.await_said(0, "restored", 4)["step"]
         ranks.kill(0)  # the last that was there from the beginning
-        come_back(0, 1)
+        ranks.begin_again(0, 1)
         said = ranks.await_said(0, "restored", 5)
         assert said["right"]
         assert said["step"] > steps
