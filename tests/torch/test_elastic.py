@@ -504,7 +504,7 @@ def test_calls_that_cannot_work_are_refused() -> None:
     model = Net(0)
     optimizer = torch.optim.SGD(model.parameters())
     sampler = ElasticSampler(SAMPLES)
-    with pytest.raises(ConfigError, match="batch=0, epochs=1"):
+    with pytest.raises(ConfigError, match="batch=0: batch must be at least 1"):
         Elastic(model=model, optimizer=optimizer, sampler=sampler, batch=0)
     with pytest.raises(
         ConfigError, match=r"trains 7 parameters \(of shape \[3\], .*, \.\.\.\) that are not the model's"

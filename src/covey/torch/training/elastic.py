@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from covey.base.errors import ConfigError, GroupChangedError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
 from covey.runtime.group.internals import is_newcomer, report_for_program, steps_between_checks
-from covey.runtime.joining.generations import MEMBERS_WAIT_SECONDS, ROUND_SECONDS, generations
+from covey.runtime.joining.generations import MEMBERS_WAIT_SECONDS, ROUND_SECONDS
 from covey.torch.training.drift import compare, digest, from_figures, to_figures
+from covey.torch.training.generation_loop import GenerationLoop
 from covey.torch.training.gradient_buckets import GradientBuckets
 from covey.torch.training.local_sgd import trained_by
 from covey.torch.training.periodic_saves import PeriodicSaves
@@ -25,7 +26,7 @@ from covey.torch.training.sampler import DealtBatch, Pace, by_speed, cut, even
 from covey.torch.training.structure import hand_over, local_part, share_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from covey.compress.policy import CompressValue
     from covey.runtime.group.group import Group
@@ -37,7 +38,7 @@ LATE_AFTER: Final = 1.25
 """A rank leaves the rest of its share after so many times the time in which all should have theirs."""
 
 
-class Elastic:
+class Elastic(GenerationLoop[list[int]]):
     """Yields this rank's share of one global batch after another, while ranks come and go.
 
         elastic = Elastic(model=model, optimizer=optimizer, sampler=ElasticSampler(len(data)), batch=256, epochs=3)
@@ -102,13 +103,12 @@ class Elastic:
         extra: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        if batch < 1 or epochs < 0:
-            raise ConfigError(f"batch={batch}, epochs={epochs}: batch must be at least 1, and epochs at least 0")
+        if batch < 1:
+            raise ConfigError(f"batch={batch}: batch must be at least 1")
         if micro_batch is not None and not 1 <= micro_batch <= batch:
             raise ConfigError(f"micro_batch={micro_batch} must be from 1 to batch={batch}")
-        own = {"elastic": self, "optimizer": optimizer, "scheduler": scheduler}
-        if taken := sorted({"model", *own} & (extra or {}).keys()):
-            raise ConfigError(f"extra has {', '.join(taken)}, which Elastic passes on itself; use other names")
+        parts = {"elastic": self, "optimizer": optimizer, "scheduler": scheduler}
+        super().__init__(sampler, epochs, parts, extra, **options)
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or isinstance(
             optimizer, torch.optim.LBFGS
         ):
@@ -116,18 +116,15 @@ class Elastic:
                 f"{type(optimizer).__name__} with {type(scheduler).__name__}: Elastic calls step() of both without "
                 "arguments; step a scheduler that needs a loss yourself, and pass it in extra="
             )
-        self._parts = {name: part for name, part in {**own, **(extra or {})}.items() if part is not None}
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._replica, self._replicas = replica, None if replica is None else Replicas(replica)
         self._reduce_scatter = WeightedReduceScatter()
         self._parameters = self._trained()
-        self._sampler, self._batch, self._epochs = sampler, batch, epochs
-        self._micro_batch, self._is_overlapped = micro_batch, overlap
-        self._options, self._is_balanced = options, balance
+        self._batch, self._micro_batch = batch, micro_batch
+        self._is_overlapped, self._is_balanced = overlap, balance
         if replica is not None:
             self._options.setdefault("min_size", replica.shards)
-        self._seed, self._samples, self._lost = torch.initial_seed(), 0, 0
-        self._pace = Pace()
+        self._seed, self._pace = torch.initial_seed(), Pace()
         self._policy = None if compress is None else make_policy(compress, smallest=0)
         self.feedback = ErrorFeedback()
         """What compressed gradients have lost so far, by name; each rank has its own."""
@@ -135,46 +132,17 @@ class Elastic:
         """Steps of this generation."""
         self._reported = 0
         """Steps of the whole training, as views show them."""
-        self._group: Group | None = None
         self._made: GradientBuckets | None = None
-        self._working: Sequence[int] = ()
-        """The replicas that get shares: those that took part in the last step. Equal on all ranks. Without `replica=`,
-        each rank is one."""
         self._speeds: Sequence[float] = []
+        """Of the replicas that get shares, which `_working` has; without `replica=`, each rank is one."""
         self._out: DealtBatch | None = None
         self._before: dict[str, Any] = {}
         """The position before the batch that is out, if models are sharded."""
-        self._is_outside = self._has_state = False
+        self._has_state = False
         self._saves: PeriodicSaves | None = None
         self._saved_at = 0
 
-    def __iter__(self) -> Iterator[list[int]]:
-        groups = cast("Generator[Group]", generations(**self._options))
-        with contextlib.closing(groups):
-            for group in groups:
-                with contextlib.suppress(GroupChangedError):  # this process joins again with the next group
-                    self._enter(group)
-                    try:
-                        yield from self._shares(group)
-                    finally:
-                        if self._made is not None:
-                            self._made.close()
-                        if self._saves is not None:
-                            self._saves.settle()
-                        if self._replicas is not None:
-                            self._replicas.close()
-                    if self.done:
-                        self._share_buffers()
-                        return
-
     # Position
-
-    @property
-    def group(self) -> Group:
-        """The group of the current generation."""
-        if self._group is None:
-            raise ConfigError("there is no group before the loop over Elastic has started")
-        return self._group
 
     @property
     def rank(self) -> int:
@@ -194,28 +162,8 @@ class Elastic:
     def is_first(self) -> bool:
         """Whether this is the lowest remaining rank: the one that should print, and save what is not sharded."""
         if self._replicas is None:
-            return self.rank == min(self._working)
+            return super().is_first
         return self.rank == self._replicas.formation.replicas[min(self._working)][0]
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch. The last `step()` of an epoch advances it."""
-        return self._sampler.epoch
-
-    @property
-    def samples(self) -> int:
-        """The number of samples that all ranks have trained on, over all epochs."""
-        return self._samples
-
-    @property
-    def lost(self) -> int:
-        """The number of samples that were given out again because their rank was lost."""
-        return self._lost
-
-    @property
-    def done(self) -> bool:
-        """Whether all epochs are done. False after the loop means that this process was asked to leave."""
-        return self._sampler.epoch >= self._epochs
 
     # A step
 
@@ -393,19 +341,12 @@ class Elastic:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the training, for a checkpoint with the states of model, optimizer and the rest."""
-        return {
-            "samples": self._samples,
-            "lost": self._lost,
-            "steps": self._reported,
-            "seed": self._seed,
-            "sampler": self._sampler.state_dict(),
-        }
+        return {**self._place(), "steps": self._reported, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. Call it before the loop, at least on rank 0, whose state all ranks get."""
-        self._samples, self._lost, self._seed = state["samples"], state["lost"], state["seed"]
-        self._reported = state.get("steps", 0)
-        self._sampler.load_state_dict(state["sampler"])
+        self._go_to(state)
+        self._reported, self._seed = state.get("steps", 0), state["seed"]
 
     # A generation
 
@@ -452,6 +393,17 @@ class Elastic:
         assert replicas.holders is not None
         hand_over(replicas.holders, self._model, self._parts, fresh=is_behind)
 
+    def _let_go(self) -> None:
+        if self._made is not None:
+            self._made.close()
+        if self._saves is not None:
+            self._saves.settle()
+        if self._replicas is not None:
+            self._replicas.close()
+
+    def _finish(self) -> None:
+        self._share_buffers()
+
     def _share_buffers(self) -> None:
         if not self._working:
             return
@@ -467,8 +419,7 @@ class Elastic:
             is_overlapped=self._is_overlapped,
         )
 
-    def _shares(self, group: Group) -> Iterator[list[int]]:
-        """Yield this rank's shares until the generation ends, which it does after the same step on all ranks."""
+    def _give_out(self, group: Group) -> Iterator[list[int]]:
         while not (self._is_outside or self._is_finished() or group.change_pending):
             count = group.size if self._replicas is None else self._replicas.count
             own = group.rank if self._replicas is None else self._replicas.number

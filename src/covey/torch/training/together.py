@@ -20,9 +20,9 @@ from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
 from covey.plan import training
 from covey.runtime.group.internals import is_newcomer, report_for_program
-from covey.runtime.joining.generations import generations
 from covey.torch.training.averaging import RankFigures
 from covey.torch.training.diloco import DiLoCo
+from covey.torch.training.generation_loop import GenerationLoop
 from covey.torch.training.gradient_buckets import GradientBuckets
 from covey.torch.training.local_sgd import flat, parts, trained_by
 from covey.torch.training.pools import Pools
@@ -32,7 +32,7 @@ from covey.torch.training.structure import hand_over, share_buffers, take_apart
 from covey.torch.training.ways import agree, choose, measure, own_pace, possible_ways, predicted, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from covey.plan.training import TrainingWay
     from covey.runtime.group.group import Group
@@ -50,8 +50,35 @@ FIRST_WAY: Final = training.TrainingWay("diloco", FIRST_CODEC, 64, 0.0, 0.0, 1.0
 EXACT_WAY: Final = training.TrainingWay("ddp", "", 1, 0.0, 0.0, 1.0)
 
 
-class TrainTogether:
-    """Yields batches of this rank, and makes of what all ranks learn one model; `train_together` makes it."""
+class TrainTogether(GenerationLoop[Any]):
+    """Train a model on all machines of a run, in the way that is fastest there.
+
+        together = covey.torch.train_together(model, optimizer, loader, epochs=3)
+        for inputs, targets in together:
+            loss_fn(model(inputs), targets).backward()
+            together.step()
+
+    The batch size of `loader` is that of all ranks together, so the program is the one of a single machine, and gives
+    what that would give: with `exact=True` the same numbers (every gradient is the mean over the whole batch), else a
+    model that is about as good at equal samples.
+
+    The ranks measure how fast they are and what the line sends, and take the most exact of the ways that are about as
+    fast as the fastest: DDP (every gradient in every step), DDP with a codec and feedback, or DiLoCo, where each
+    machine trains at its own pace on batches of its part, with a period that the line allows. They measure again after
+    five seconds, and then less and less often, up to once a minute; all change to another way at the same step.
+
+    Ranks may be lost, leave, join and come back, as with `Elastic`: `options` go to `covey.generations`. Newcomers get
+    parameters, buffers, states of `optimizer` and `scheduler`, the position in the data, and `extra`: named objects
+    with `state_dict` that are equal on all ranks. Each sample is trained on once an epoch, but for those of a rank that
+    is lost before it has sent what it learned: they are dealt again. `scheduler` is stepped once for each batch of all.
+
+    Parameters that the optimizer does not train are sent to newcomers only; a tied weight is sent once. Evaluate and
+    save inside `with together.outer_parameters():`. Gradients that are clipped before `step()` are those of one rank.
+
+    Raises:
+        ConfigError: the loader's data set has no length, it has its own sampler, or the optimizer trains parameters
+            that are not the model's, or sharded ones.
+    """
 
     def __init__(
         self,
@@ -68,17 +95,14 @@ class TrainTogether:
         **options: Any,
     ) -> None:
         self._batch, shuffle = _of_loader(loader)
-        if epochs < 0:
-            raise ConfigError(f"epochs={epochs} must be at least 0")
-        parts = {"together": self, "scheduler": scheduler}
-        if taken := sorted({"model", "optimizer", "diloco", "outer", *parts} & (extra or {}).keys()):
-            raise ConfigError(f"extra has {', '.join(taken)}, which train_together passes on itself; use other names")
-        self._shared = {name: part for name, part in {**parts, **(extra or {})}.items() if part is not None}
+        sampler = ElasticSampler(len(cast("Any", loader.dataset)), shuffle=shuffle, seed=seed)
+        of_diloco = dict.fromkeys(("optimizer", "diloco", "outer"))  # which passes them on
+        shared = {"together": self, "scheduler": scheduler, **of_diloco}
+        super().__init__(sampler, epochs, shared, extra, run=run, **options)
         self._model, self._optimizer, self._scheduler, self._loader = model, optimizer, scheduler, loader
-        self._epochs, self._is_exact, self._run, self._options = epochs, exact, run, options
+        self._is_exact = exact
         self._parameters = trained_by(optimizer, model)
         self._nbytes = 4 * sum(parameter.numel() for parameter in self._parameters.values())
-        self._sampler = ElasticSampler(len(cast("Any", loader.dataset)), shuffle=shuffle, seed=seed)
         fragments = min(training.FRAGMENTS, len(self._parameters))
         self._diloco = DiLoCo(
             model, optimizer, every=FIRST_WAY.every, fragments=fragments, overlap=True, compress=FIRST_CODEC,
@@ -86,7 +110,6 @@ class TrainTogether:
         )  # fmt: skip
         self._fragments = fragments
         self._feedback = ErrorFeedback()
-        self._group: Group | None = None
         self._sums: GradientBuckets | None = None
         self._way: TrainingWay | None = None
         """None before the ranks have measured."""
@@ -97,62 +120,9 @@ class TrainTogether:
         self._pools = Pools(self._sampler, 0, 0)
         self._now: list[int] | None = None
         self._given_at = 0.0
-        self._pace = Pace()
-        self._samples, self._lost, self._steps = 0, 0, 0
+        self._pace, self._steps = Pace(), 0
         self._credit = 0.0
         """Steps of the scheduler that are due."""
-        self._working: tuple[int, ...] = ()
-        self._is_outside = False
-
-    def __iter__(self) -> Iterator[Any]:
-        groups = cast("Generator[Group]", generations(self._run, **self._options))
-        with contextlib.closing(groups):
-            for group in groups:
-                with contextlib.suppress(GroupChangedError):  # this process joins again with the next group
-                    self._enter(group)
-                    try:
-                        yield from self._batches(group)
-                    finally:
-                        self._close_sums()
-                    if self.done:
-                        if self._is_outer:
-                            self._diloco.finish()
-                        share_buffers(group, self._model)
-                        return
-
-    # Position
-
-    @property
-    def group(self) -> Group:
-        """The group of the current generation."""
-        if self._group is None:
-            raise ConfigError("there is no group before the loop has started")
-        return self._group
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the lowest remaining rank: the one that should print and save checkpoints."""
-        return self.group.rank == min(self._working)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch."""
-        return self._sampler.epoch
-
-    @property
-    def samples(self) -> int:
-        """The number of samples that all ranks have trained on, over all epochs, as of the last exchange."""
-        return self._samples
-
-    @property
-    def lost(self) -> int:
-        """The number of samples that were dealt again because their rank was lost."""
-        return self._lost
-
-    @property
-    def done(self) -> bool:
-        """Whether all epochs are done. False after the loop means that this process was asked to leave."""
-        return self._sampler.epoch >= self._epochs
 
     @property
     def way(self) -> str:
@@ -172,22 +142,19 @@ class TrainTogether:
 
         Samples that were dealt and are not trained on as of the last exchange are dealt again.
         """
-        sampler = self._sampler.state_dict()
-        sampler["owed"] += self._pools.untold
+        place = self._place()
+        place["sampler"]["owed"] += self._pools.untold
         return {
-            "samples": self._samples,
-            "lost": self._lost,
+            **place,
             "steps": self._steps,
             "credit": self._credit,
-            "sampler": sampler,
             "way": None if self._way is None else list(self._way[:3]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. Call it before the loop, at least on rank 0, whose state all ranks get."""
-        self._samples, self._lost, self._steps = state["samples"], state["lost"], state["steps"]
-        self._credit = state["credit"]
-        self._sampler.load_state_dict(state["sampler"])
+        self._go_to(state)
+        self._steps, self._credit = state["steps"], state["credit"]
         if state["way"] is None:
             self._way = None
         else:
@@ -307,8 +274,7 @@ class TrainTogether:
             wanted = by_speed(self._batch, speeds)
         self._pools.deal(self._working, wanted)
 
-    def _batches(self, group: Group) -> Iterator[Any]:
-        """Yield this rank's batches until the generation ends, which it does after the same exchange on all ranks."""
+    def _give_out(self, group: Group) -> Iterator[Any]:
         self._deal([0.0] * group.size)
         while not (self.done or self._is_over):
             if self._is_outer and self._way is None and self._opening == OPENING_STEPS:
@@ -354,7 +320,7 @@ class TrainTogether:
         if not is_outer_before:
             self._diloco.rebase()
         self._working, self._pools = tuple(range(group.size)), Pools(self._sampler, group.size, group.rank)
-        self._diloco.enter(group, self._shared)
+        self._diloco.enter(group, self._parts)
         share_buffers(group, self._model)
         self._opening, self._look_after, self._looks_in = 0, MEASURE_AFTER[0], 0
         if self._is_exact:
@@ -439,6 +405,14 @@ class TrainTogether:
             self.group, self._parameters, self._optimizer, policy, self._feedback, is_overlapped=True
         )
 
+    def _let_go(self) -> None:
+        self._close_sums()
+
+    def _finish(self) -> None:
+        if self._is_outer:
+            self._diloco.finish()
+        share_buffers(self.group, self._model)
+
     def _close_sums(self) -> None:
         if self._sums is not None:
             self._sums.close()
@@ -469,51 +443,8 @@ class TrainTogether:
                 tensor.copy_(mean)
 
 
-def train_together(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
-    *,
-    epochs: int = 1,
-    exact: bool = False,
-    scheduler: Any = None,
-    seed: int = 0,
-    extra: Mapping[str, Any] | None = None,
-    run: str | None = None,
-    **options: Any,
-) -> TrainTogether:
-    """Train a model on all machines of a run, in the way that is fastest there.
-
-        together = covey.torch.train_together(model, optimizer, loader, epochs=3)
-        for inputs, targets in together:
-            loss_fn(model(inputs), targets).backward()
-            together.step()
-
-    The batch size of `loader` is that of all ranks together, so the program is the one of a single machine, and gives
-    what that would give: with `exact=True` the same numbers (every gradient is the mean over the whole batch), else a
-    model that is about as good at equal samples.
-
-    The ranks measure how fast they are and what the line sends, and take the most exact of the ways that are about as
-    fast as the fastest: DDP (every gradient in every step), DDP with a codec and feedback, or DiLoCo, where each
-    machine trains at its own pace on batches of its part, with a period that the line allows. They measure again after
-    five seconds, and then less and less often, up to once a minute; all change to another way at the same step.
-
-    Ranks may be lost, leave, join and come back, as with `Elastic`: `options` go to `covey.generations`. Newcomers get
-    parameters, buffers, states of `optimizer` and `scheduler`, the position in the data, and `extra`: named objects
-    with `state_dict` that are equal on all ranks. Each sample is trained on once an epoch, but for those of a rank that
-    is lost before it has sent what it learned: they are dealt again. `scheduler` is stepped once for each batch of all.
-
-    Parameters that the optimizer does not train are sent to newcomers only; a tied weight is sent once. Evaluate and
-    save inside `with together.outer_parameters():`. Gradients that are clipped before `step()` are those of one rank.
-
-    Raises:
-        ConfigError: the loader's data set has no length, it has its own sampler, or the optimizer trains parameters
-            that are not the model's, or sharded ones.
-    """
-    return TrainTogether(
-        model, optimizer, loader, epochs=epochs, exact=exact, scheduler=scheduler, seed=seed, extra=extra, run=run,
-        **options,
-    )  # fmt: skip
+train_together = TrainTogether
+"""What programs call: it begins a training, which is a `TrainTogether`."""
 
 
 def _of_loader(loader: Any) -> tuple[int, bool]:
