@@ -15,9 +15,11 @@ from tests.support.waiting import DEADLINE
 from tests.torch.party import Party
 from torch.utils.data import DataLoader, TensorDataset
 
+import covey.torch.training.diloco as diloco_module
+import covey.torch.training.own_pace as own_pace_module
 import covey.torch.training.together as together_module
 from covey.base.errors import ConfigError, GroupChangedError
-from covey.plan.training import SlowestLine, TrainingWay
+from covey.plan.training import FRAGMENTS, SlowestLine, TrainingWay
 from covey.runtime.counters import process
 from covey.runtime.group.internals import engine_of
 from covey.testing.threads import run_threads
@@ -27,11 +29,14 @@ from covey.torch.training.ways import MachinesAndLine, agree, choose, possible_w
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from covey import Group
 
 SAMPLES, BATCH = 220, 12
 TOGETHER: Any = together_module
+DILOCO: Any = diloco_module
+OWN_PACE: Any = own_pace_module
 WAYS = [("diloco", "int8", 8), ("ddp", "", 1), ("diloco", "int4", 6), ("ddp", "int8", 1)]
 INPUTS = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.tanh(INPUTS @ torch.tensor([1.0, -2.0, 3.0, 0.5]))
@@ -245,6 +250,91 @@ def test_a_rank_is_killed_and_comes_back_and_no_sample_is_left_out(way: int, mon
     again = sum(times - 1 for times in trained.values())
     assert again <= results[0]["lost"]  # only what the lost rank had been dealt
     assert results[0]["loss"] < 0.5 * Net(0).loss()
+
+
+class Marked(torch.nn.Module):
+    """Four parameters, one in each fragment, with an entry for each process that only its gradients change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.zeros(3) for _ in range(FRAGMENTS)])
+
+
+class CountedTime:
+    """The time as training code reads it: a part of a second for each step of this process."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def step(self) -> None:
+        self.now += 2**-10
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+def with_counted_time(slot: int, tell: Callable[..., None]) -> Any:
+    """Train with exact outer steps; rank 1 of three processes leaves, and the third one takes its place."""
+    clock: Any = CountedTime()
+    TOGETHER.time = DILOCO.time = OWN_PACE.time = clock
+    TOGETHER.choose = lambda *_, **__: TrainingWay("diloco", "", 8, 1e-3, 1.0, 1.0)
+    saved = os.environ.get("TOGETHER_STATE")
+    model = Marked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = DataLoader(TensorDataset(INPUTS[:, 0], torch.arange(SAMPLES)), batch_size=8, shuffle=True)
+    together = train_together(model, optimizer, loader, epochs=2, timeout=DEADLINE, max_size=2, min_size=2)
+    if saved is not None and slot == 0:
+        state = torch.load(saved, weights_only=True)
+        model.load_state_dict(state["model"])
+        together.load_state_dict(state["together"])
+    is_leaving = False
+    for inputs, numbers in together:
+        group = together.group
+        tell("trained", (together.epoch, numbers.tolist(), group.generation))
+        if saved is None and group.rank == 0 and group.generation == 2 and not os.path.exists("state"):
+            with together.outer_parameters():
+                torch.save({"model": model.state_dict(), "together": together.state_dict()}, "state")
+        if saved is None and group.rank == 1 and group.generation == 1 and not is_leaving:
+            is_leaving = True  # before anything is sent: its fragments follow one after the other
+            os.kill(os.getpid(), signal.SIGTERM)
+        place = group.rank if group.generation < 2 and saved is None else 2 * group.rank
+        sum((part[place] - inputs.mean()).square() for part in model.parts).backward()
+        clock.step()
+        together.step()
+    return together.done, together.samples, [part.tolist() for part in model.parts]
+
+
+def test_a_rank_that_leaves_sends_what_it_learned_and_a_checkpoint_continues_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TOGETHER_STATE", raising=False)
+    with Party(3, with_counted_time) as party:
+        for slot in range(3):
+            party.start(slot)
+        returned = party.await_all()
+    assert counts(party) == Counter({(epoch, n): 1 for epoch in range(2) for n in range(SAMPLES)})
+    left = [slot for slot, (is_done, *_) in returned.items() if not is_done]
+    assert len(left) == 1
+    trained = [value for slot, kind, value in party.heard if kind == "trained" and slot in left]
+    assert {generation for *_, generation in trained} == {1}
+    state = torch.load("state", weights_only=True)
+    for part in state["model"].values():
+        assert part[0] != 0
+        assert part[1] != 0, "what the rank that left has learned of this fragment"
+        assert part[2] == 0
+    assert state["together"]["samples"] >= sum(len(numbers) for _, numbers, _ in trained)
+    ended = next(result for slot, result in returned.items() if slot not in left)
+    assert ended[:2] == (True, 2 * SAMPLES)
+
+    monkeypatch.setenv("TOGETHER_STATE", str(tmp_path / "state"))
+    with Party(2, with_counted_time) as again:
+        for slot in range(2):
+            again.start(slot)
+        continued = again.await_all()
+    assert list(continued.values()) == [ended] * 2
 
 
 def test_the_choice_follows_from_the_line_the_machines_and_the_promise() -> None:

@@ -277,33 +277,53 @@ class DiLoCo:
         """How long a period lasts at the ranks' own pace, as all ranks have computed it; 0 while it is unknown."""
         return self._clock.period_seconds
 
-    def take_done(self) -> int:
-        """Return the samples that no exchange of a generation has told yet, which none will tell any more."""
-        done, self._done = self._done, 0
-        return done
+    def flush(self) -> list[RankFigures]:
+        """Take the pending outer step, and one with each fragment at once: all that the ranks have learned is sent.
+
+        Every rank of a generation calls it after the same outer step, for instance because one of them leaves. Return
+        what the ranks said of themselves in each exchange.
+        """
+        return self._send_all(self._land)
 
     def finish(self) -> list[RankFigures]:
         """Take the pending outer step, and make the parameters of all ranks their mean: the end of a training.
 
         Every rank calls it. Return what the ranks of a generation said of themselves in each exchange.
         """
-        told = []
-        if self._land() and self.figures is not None:
-            told.append(self.figures)
+        return self._send_all(self._settle)
+
+    def _send_all(self, end: Callable[[], object]) -> list[RankFigures]:
+        """Send all fragments, one after the other; `end` ends the flight of each."""
+        told = [self.figures] if self._land() else []
         for fragment in range(len(self._samples)):
             self._launch(fragment)
-            flight, self._flying = self._flying, None
-            assert flight is not None
-            self._steps_of.settle(fragment, flight.mean())
-            if self.figures is not None:
-                told.append(self.figures)
-        return told
+            end()
+            told.append(self.figures)
+        return [figures for figures in told if figures is not None]
+
+    def _settle(self) -> None:
+        flight, self._flying = self._flying, None
+        assert flight is not None
+        self._steps_of.settle(flight.fragment, flight.mean())
 
     @contextlib.contextmanager
     def outer_parameters(self) -> Iterator[None]:
         """Let the model have the outer parameters inside a with statement: those that all ranks agree on."""
         with self._steps_of.as_parameters():
             yield
+
+    def outer_state(self) -> dict[str, Any]:
+        """Return what all ranks of a generation hold alike, but for the outer parameters, for a checkpoint of all."""
+        return {"position": _Shared(self).state_dict(), "outer": self.outer.state_dict()}
+
+    def load_outer_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from the outer parameters that the model has now, and what `outer_state` returned.
+
+        Call it before `enter`, at least on rank 0, whose state the others get.
+        """
+        self.rebase()
+        self.outer.load_state_dict(state["outer"])
+        _Shared(self).load_state_dict(state["position"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a new DiLoCo needs to continue. Waits for a pending outer gradient, which stays pending."""
@@ -469,8 +489,9 @@ class _Shared:
 
     def state_dict(self) -> dict[str, Any]:
         diloco = self._diloco
-        return {"turn": diloco._turn, "every": diloco._next_every}
+        return {"turn": diloco._turn, "every": diloco._next_every, "seconds": diloco._clock.period_seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         diloco = self._diloco
         diloco._turn, diloco._every, diloco._next_every = state["turn"], state["every"], state["every"]
+        diloco._clock.period_seconds = state["seconds"]

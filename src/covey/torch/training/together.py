@@ -97,7 +97,7 @@ class TrainTogether(GenerationLoop[Any]):
         self._batch, shuffle = _of_loader(loader)
         sampler = ElasticSampler(len(cast("Any", loader.dataset)), shuffle=shuffle, seed=seed)
         of_diloco = dict.fromkeys(("optimizer", "diloco", "outer"))  # which passes them on
-        shared = {"together": self, "scheduler": scheduler, **of_diloco}
+        shared = {"together": _Shared(self), "scheduler": scheduler, **of_diloco}
         super().__init__(sampler, epochs, shared, extra, run=run, **options)
         self._model, self._optimizer, self._scheduler, self._loader = model, optimizer, scheduler, loader
         self._is_exact = exact
@@ -123,6 +123,8 @@ class TrainTogether(GenerationLoop[Any]):
         self._pace, self._steps = Pace(), 0
         self._credit = 0.0
         """Steps of the scheduler that are due."""
+        self._outer_state: dict[str, Any] | None = None
+        """That of a checkpoint, until the loop begins."""
 
     @property
     def way(self) -> str:
@@ -138,21 +140,33 @@ class TrainTogether(GenerationLoop[Any]):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the training; newcomers get it, and checkpoints should have it.
+        """Return the position of the training, and the outer optimizer's state and period, for a checkpoint.
 
-        Samples that were dealt and are not trained on as of the last exchange are dealt again.
+        Samples that were dealt and are not trained on as of the last exchange are dealt again. Save the model with it,
+        inside `outer_parameters()`.
         """
-        place = self._place()
-        place["sampler"]["owed"] += self._pools.untold
-        return {
-            **place,
-            "steps": self._steps,
-            "credit": self._credit,
-            "way": None if self._way is None else list(self._way[:3]),
-        }
+        return {**self._shared_state(), "diloco": self._diloco.outer_state() if self._has_outer_state else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state. Call it before the loop, at least on rank 0, whose state all ranks get."""
+        """Continue from a state. Call it before the loop, at least on rank 0, whose state all ranks get.
+
+        Load the model's state before the loop, too.
+        """
+        self._load_shared_state(state)
+        self._outer_state = state["diloco"]
+
+    @property
+    def _has_outer_state(self) -> bool:
+        return self._group is not None and self._is_outer
+
+    def _shared_state(self) -> dict[str, Any]:
+        """Return what newcomers get besides what DiLoCo gives them."""
+        place = self._place()
+        place["sampler"]["owed"] = self._pools.untold + place["sampler"]["owed"]
+        way = None if self._way is None else list(self._way[:3])
+        return {**place, "steps": self._steps, "credit": self._credit, "way": way}
+
+    def _load_shared_state(self, state: dict[str, Any]) -> None:
         self._go_to(state)
         self._steps, self._credit = state["steps"], state["credit"]
         if state["way"] is None:
@@ -237,14 +251,9 @@ class TrainTogether(GenerationLoop[Any]):
         self._samples += trained
         return trained
 
-    def _settle_the_rest(self) -> None:
-        """Count what ranks have trained on since they last sent: the generation ends, and samples are dealt anew."""
-        group = self.group
-        row = torch.zeros(group.size, dtype=torch.float64)
-        row[group.rank] = self._diloco.take_done()
-        group.all_reduce(row)
-        done = [int(count) for count in row.tolist()]
-        self._schedule(self._settle(RankFigures(tuple(group.contributors), [], done)) / self._batch)
+    def _count(self, told: Sequence[RankFigures]) -> None:
+        for figures in told:
+            self._schedule(self._settle(figures) / self._batch)
 
     def _schedule(self, steps: float) -> None:
         self._credit += steps
@@ -293,7 +302,7 @@ class TrainTogether(GenerationLoop[Any]):
             if self._now is not None:
                 raise ConfigError("step() was not called for the last batch; every rank must call it once for each")
         if self._is_outer and not self._is_outside and not self.done:
-            self._settle_the_rest()
+            self._count(self._diloco.flush())  # a rank that leaves keeps nothing to itself
 
     def _take_part_without_data(self) -> None:
         """Take part in the next exchange: the others still have samples."""
@@ -314,11 +323,14 @@ class TrainTogether(GenerationLoop[Any]):
     # A generation, and the way in it
 
     def _enter(self, group: Group) -> None:
-        is_outer_before = self._group is not None and self._is_outer
+        was_outer = self._has_outer_state
         self._pools.take_all_back()
         self._group, self._is_outside, self._now = group, False, None
-        if not is_outer_before:
+        if not was_outer and self._outer_state is not None:
+            self._diloco.load_outer_state(self._outer_state)
+        elif not was_outer:
             self._diloco.rebase()
+        self._outer_state = None
         self._working, self._pools = tuple(range(group.size)), Pools(self._sampler, group.size, group.rank)
         self._diloco.enter(group, self._parts)
         share_buffers(group, self._model)
@@ -364,8 +376,7 @@ class TrainTogether(GenerationLoop[Any]):
     def _change(self, way: TrainingWay, found: MachinesAndLine) -> None:
         was_outer, is_outer = self._is_outer, way.kind == "diloco"
         if was_outer and not is_outer:
-            for figures in self._diloco.finish():
-                self._schedule(self._settle(figures) / self._batch)
+            self._count(self._diloco.finish())
             self._share_optimizer()
         elif is_outer and not was_outer:
             self._diloco.rebase()
@@ -441,6 +452,19 @@ class TrainTogether(GenerationLoop[Any]):
         with torch.no_grad():
             for tensor, mean in zip(ordered, parts(row, ordered), strict=True):
                 tensor.copy_(mean)
+
+
+class _Shared:
+    """The position of a training, for newcomers."""
+
+    def __init__(self, together: TrainTogether) -> None:
+        self._together = together
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._together._shared_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._together._load_shared_state(state)
 
 
 train_together = TrainTogether
