@@ -70,7 +70,7 @@ SPINES: Final = {
         *("runtime.peers.cluster_mesh:ClusterMesh.open", "runtime.peers.search:Search.run"),
         *("runtime.peers.hints:HintFollower.found", "runtime.peers.hints:HintFollower._follow"),
         *("runtime.peers.hints:HintFollower._try", "runtime.peers.dialer:Dialer.dial"),
-        *("runtime.links.address_race:dial_any", "runtime.links.address_race:_first_of"),
+        "runtime.links.address_race:first_of",
         *("runtime.links.handshake:dial", "runtime.links.handshake:_dial"),
         *("runtime.peers.cluster_mesh:ClusterMesh._linked", "runtime.joining.joiner:Joiner.linked"),
         *("proto.joining:Joining.link_up", "proto.formation.core:Formation.link_up"),
@@ -89,7 +89,7 @@ SPINES: Final = {
         *("runtime.views.generation:Generation.send", "runtime.views.generation_table:GenerationTable.keeper_voted"),
         *("runtime.views.view_driver:ViewDriver.received", "proto.membership.core:Membership.received"),
         *("runtime.views.generation:Generation.freeze", "runtime.collectives.atomic:AtomicOperations.halt"),
-        *("runtime.views.view_driver:ViewDriver.frozen", "proto.membership.core:Membership.frozen"),
+        "proto.membership.core:Membership.frozen",
         *("proto.membership.installer:Installer.install", "runtime.views.generation:Generation.installed"),
         *("runtime.collectives.atomic:AtomicOperations.install", "runtime.collectives.attempt:Attempt.__init__"),
         *(

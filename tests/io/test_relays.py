@@ -287,7 +287,7 @@ def test_a_relay_is_dialled_after_the_addresses_had_a_head_start(monkeypatch: py
         return where
 
     async def work() -> None:
-        assert await address_race._first_of([*addresses, relay], open_one, lambda _: None) == (relay, relay)
+        assert await address_race.first_of([*addresses, relay], open_one, lambda _: None) == (relay, relay)
 
     asyncio.run(work())
     assert began[relay] - began[addresses[1]] > 0.9 * address_race.RELAY_HEAD_START / 2

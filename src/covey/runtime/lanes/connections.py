@@ -23,7 +23,8 @@ from covey.base.errors import ConfigError, ConnectError
 from covey.net.host import tcp
 from covey.runtime.lanes.resumption import is_direct
 from covey.runtime.lanes.tuning.rate_limits import ReceivingLimit, SendingLimit
-from covey.runtime.links.address_race import connect_any
+from covey.runtime.links.address_race import first_of
+from covey.runtime.links.handshake import connect
 from covey.runtime.tasks import Recurring
 from covey.wire import door
 
@@ -195,7 +196,11 @@ class LaneConnections:
         peer: RemoteProcess,
         prove: Callable[[socket.socket], Awaitable[None]],
     ) -> socket.socket:
-        sock = await connect_any(ways, credentials, door.Purpose.LANE, packet_limit=peer.packet_limit)
+        (sock, _), _ = await first_of(
+            ways,
+            lambda way: connect(way, credentials, door.Purpose.LANE, packet_limit=peer.packet_limit),
+            lambda opened: opened[0].close(),
+        )
         try:
             await prove(sock)
         except BaseException:

@@ -7,19 +7,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from covey.base.errors import AuthError, ConnectError
 from covey.net.host.descriptors import ScarceError
-from covey.runtime.links.handshake import NO_ANSWER, HungUpError, RefusedError, connect, dial
-from covey.runtime.links.link import HANDSHAKE_SECONDS
+from covey.runtime.links.handshake import NO_ANSWER, HungUpError, RefusedError
 from covey.runtime.links.sockets import RelayedWay
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Coroutine
 
     from covey.runtime.backoff import Backoff
-    from covey.runtime.links.handshake import LinkCredentials, Where
-    from covey.runtime.links.limits import DialLimits
-    from covey.runtime.links.link import Link
-    from covey.wire import door, messages
+    from covey.runtime.links.handshake import Where
 
 HEAD_START: Final = 0.15
 """Seconds between the dial of an address and the dial of the next, worse one."""
@@ -64,52 +59,16 @@ def attempt_seconds(*, is_relayed: bool) -> float:
     return DIAL_ATTEMPT_SECONDS + (RELAY_SECONDS if is_relayed else 0.0)
 
 
-async def dial_any(
-    wheres: list[Where],
-    credentials: LinkCredentials,
-    hello: messages.Hello,
-    limits: DialLimits | None = None,
-    within: float = HANDSHAKE_SECONDS,
-) -> tuple[Link, messages.Welcome, bytes, Where]:
-    """Open a link to the first address that works; each has a short head start before the next.
-
-    `limits` and `within` are as for `dial`.
-
-    Raises:
-        What `dial` raises: the most informative error of all addresses.
-    """
-    opened, where = await _first_of(
-        wheres,
-        lambda where: dial(where, credentials, hello, limits=limits, within=within),
-        lambda opened: opened[0].abort(),
-    )
-    return *opened, where
-
-
-async def connect_any(
-    wheres: list[Where], credentials: LinkCredentials, purpose: door.Purpose, *, packet_limit: int = 0
-) -> socket.socket:
-    """Connect to the first address that works, and pass the door; each has a short head start before the next.
-
-    `packet_limit` is as for `connect`.
-
-    Raises:
-        ConnectError: no address works.
-    """
-    opened, _ = await _first_of(
-        wheres,
-        lambda where: connect(where, credentials, purpose, packet_limit=packet_limit),
-        lambda opened: opened[0].close(),
-    )
-    return opened[0]
-
-
-async def _first_of(
+async def first_of(
     wheres: list[Where], open_one: Callable[[Where], Coroutine[Any, Any, T]], drop: Callable[[T], object]
 ) -> tuple[T, Where]:
     """Try addresses, each with a short head start; return the result of the first that works, and the address.
 
-    Results of the others are dropped. If none works, the most informative error is raised.
+    Results of the others are dropped.
+
+    Raises:
+        ConnectError: there is no address.
+        What `open_one` raises, if no address works: the most informative error of all addresses.
     """
     if not wheres:
         raise ConnectError("the peer has no address that can be dialled from here")

@@ -17,8 +17,8 @@ from covey.base.text import printable
 from covey.net.discovery.interfaces import is_loopback, recent_interfaces, to_dial
 from covey.net.host.descriptors import ScarceError, is_exhausted
 from covey.runtime.backoff import Backoff
-from covey.runtime.links.address_race import attempt_seconds, dial_any, keep_dialling
-from covey.runtime.links.handshake import HungUpError, RefusedError, spell
+from covey.runtime.links.address_race import attempt_seconds, first_of, keep_dialling
+from covey.runtime.links.handshake import HungUpError, RefusedError, dial, spell
 from covey.runtime.links.link import HANDSHAKE_SECONDS
 from covey.runtime.peers.hints import DialOutcome, Hint
 
@@ -99,7 +99,11 @@ class Dialer:
             relayed = self._relayed(relay) if relay and not is_here else []
             ways += relayed[:1] if is_best_relay else relayed
             hello = self._admission.hello()
-            link, welcome, _, way = await dial_any(ways, self._endpoint.credentials, hello, limits, within)
+            (link, welcome, _), way = await first_of(
+                ways,
+                lambda way: dial(way, self._endpoint.credentials, hello, limits=limits, within=within),
+                lambda opened: opened[0].abort(),
+            )
         except HungUpError as error:
             problems.fail(where, str(error), addresses)
             audit.note_paced("rejected", where, address=where, reason=f"secret: {error}")

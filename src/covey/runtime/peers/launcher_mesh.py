@@ -19,8 +19,8 @@ from covey.base.numbers import Seat
 from covey.base.pace import Growing
 from covey.base.settings import differences_of
 from covey.runtime.backoff import Backoff
-from covey.runtime.links.address_race import attempt_seconds, dial_any, keep_dialling
-from covey.runtime.links.handshake import NO_ANSWER, RefusedError
+from covey.runtime.links.address_race import attempt_seconds, first_of, keep_dialling
+from covey.runtime.links.handshake import NO_ANSWER, RefusedError, dial
 from covey.runtime.peers.mesh import COMMANDS_LIMIT, LinkListener, LinkMesh, MeshListener
 from covey.runtime.peers.peer_table import Routes
 from covey.runtime.peers.remote_process import RemoteProcess
@@ -141,9 +141,13 @@ class LauncherMesh(LinkMesh):
         """Dial a member once, and take the link.
 
         Raises:
-            What `dial_any` raises; an AuthError, too, if the process that answers is another one, or is denied.
+            What `first_of` and `dial` raise; an AuthError, too, if another process answers, or one that is denied.
         """
-        link, welcome, _, where = await dial_any(self._routes.to(peer), self.endpoint.credentials, self.hello())
+        (link, welcome, _), where = await first_of(
+            self._routes.to(peer),
+            lambda where: dial(where, self.endpoint.credentials, self.hello()),
+            lambda opened: opened[0].abort(),
+        )
         if peer.is_ready and messages.key_of(welcome.card) != peer.key:
             self._restarted.add(peer)
         if problem := self._wrong_peer(peer, welcome):
@@ -187,7 +191,7 @@ class LauncherMesh(LinkMesh):
         Raises:
             What `dial` of `runtime.links.handshake` raises.
         """
-        link, welcome, _, where = await dial_any([path], self.endpoint.credentials, self.hello())
+        link, welcome, _ = await dial(path, self.endpoint.credentials, self.hello())
         is_newcomer = welcome.purpose == "newcomer"
         if is_newcomer and rank > self._rank:
             link.close()
@@ -196,7 +200,7 @@ class LauncherMesh(LinkMesh):
         if remote.link is not None and remote.link.is_open:
             link.close()
         else:
-            self._use(remote, link, welcome.card, where)
+            self._use(remote, link, welcome.card, path)
         return remote
 
     # Links

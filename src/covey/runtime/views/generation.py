@@ -29,7 +29,7 @@ from covey.runtime.views.view_driver import ViewDriver, member_keys
 from covey.wire.membership import Bound, Seated, State, Successor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from covey.base.config import GroupConfig
     from covey.base.errors import CoveyError
@@ -283,7 +283,7 @@ class Generation:
         elif self._keeper is not None:
             self._keeper.send(message)
 
-    def freeze(self, number: int) -> None:
+    def freeze(self, number: int) -> Iterable[State] | None:
         with self._lock:
             self._is_frozen = True
             groups = dict(self._groups.items())
@@ -295,22 +295,19 @@ class Generation:
             state = operations.halt(number)
             if state is not None:
                 self._collect(group, state)
-        self._tell_frozen()
+        return None if self._waiting else self._states.values()
 
     def halted(self, group: int, number: int, state: State) -> None:
         """Note that a group has stopped, whose operation was running when `freeze` came."""
         if number in (-1, self._freeze_number):
             self._collect(group, state)
-            self._tell_frozen()
+            if self._is_frozen and not self._waiting:
+                self.view_driver.frozen(self._freeze_number, self._states.values())
 
     def _collect(self, group: int, state: State) -> None:
         with self._lock:
             self._waiting.discard(group)
             self._states[group] = state
-
-    def _tell_frozen(self) -> None:
-        if self._is_frozen and not self._waiting:
-            self.view_driver.frozen(self._freeze_number, self._states.values())
 
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
         self._phase("agree")

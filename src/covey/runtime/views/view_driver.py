@@ -30,8 +30,11 @@ class ViewHost(Protocol):
     def send(self, rank: int, message: messages.Control, *, wakes: bool) -> None:
         """Send a message to a rank of the generation, or to its keeper, if there is a link; one that `wakes`, too."""
 
-    def freeze(self, number: int) -> None:
-        """Stop all operations, then call `ViewDriver.frozen` with this number; operations wait for the next view."""
+    def freeze(self, number: int) -> Iterable[State] | None:
+        """Stop all operations until the next view, and return their states.
+
+        If some take a while to stop, return None, and call `ViewDriver.frozen` with this number once all have stopped.
+        """
 
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
         """Do what the verdicts of a view say, exclude the `lost` ranks, and go on."""
@@ -174,7 +177,7 @@ class ViewDriver:
         self._driver.settle()
 
     def frozen(self, number: int, states: Iterable[State]) -> None:
-        """Note that all operations have stopped, in these states."""
+        """Note that all operations have stopped, in these states, after `ViewHost.freeze` returned None."""
         self._core.frozen(number, states, time.monotonic())
         self._driver.settle()
 
@@ -204,7 +207,8 @@ class ViewDriver:
                     self._store(record)
             case changes.Freeze(number):
                 process.elections += 1
-                self._view_host.freeze(number)
+                if (states := self._view_host.freeze(number)) is not None:
+                    self._core.frozen(number, states, time.monotonic())
             case changes.Installed(view, lost):
                 self._view_host.installed(view, lost)
             case changes.Excluded(view):
