@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import covey
 from covey.torch import ProcessGroupCovey, SyncBatchNorm, replace
-from covey.torch.backend.errors import as_torchs
+from covey.torch.backend.work import as_torchs
 
 
 def as_gloo(rank: int, size: int, store: str, backend: str | None) -> None:

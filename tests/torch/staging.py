@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from covey.arrays import torch_devices
-from covey.torch.backend import devices
+from covey.torch.backend import operands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -145,7 +145,7 @@ def keep_queued_work_in_order(rank: int, size: int, store: str) -> list[Any]:
 def compare_lagging(rank: int, size: int, store: str, piece_bytes: int) -> dict[str, Any]:
     """Compare covey, through a device that lags, with gloo, which knows nothing of it; in pieces of `piece_bytes`."""
     device = torch_devices._adapters["cpu"] = LaggingDevice(rank)
-    devices.DEVICE_PIECE_BYTES = piece_bytes  # type: ignore[misc]
+    operands.DEVICE_PIECE_BYTES = piece_bytes  # type: ignore[misc]
     dist.init_process_group("cpu:covey", init_method=f"file://{store}", rank=rank, world_size=size)
     gloo = dist.new_group(backend="gloo")
     warnings.simplefilter("ignore", FutureWarning)  # torch calls its coalesced forms deprecated
@@ -166,7 +166,7 @@ def compare_lagging(rank: int, size: int, store: str, piece_bytes: int) -> dict[
 def lose_one(rank: int, size: int, store: str) -> list[Any]:
     """Rank 2 is killed while its input comes from the device; the others finish without it, in one piece."""
     device = torch_devices._adapters["cpu"] = LaggingDevice(rank)
-    devices.DEVICE_PIECE_BYTES = 16  # type: ignore[misc]
+    operands.DEVICE_PIECE_BYTES = 16  # type: ignore[misc]
     os.environ["COVEY_ON_LOSS"] = "continue"
     dist.init_process_group("cpu:covey", init_method=f"file://{store}", rank=rank, world_size=size)
     group, found = dist.group.WORLD.covey_group, []
@@ -199,7 +199,7 @@ def lose_one(rank: int, size: int, store: str) -> list[Any]:
 
 def compare_on_gpu(rank: int, size: int, store: str, piece_bytes: int) -> dict[str, Any]:
     """Compare covey on tensors of a GPU with covey on tensors of the host."""
-    devices.DEVICE_PIECE_BYTES = piece_bytes  # type: ignore[misc]
+    operands.DEVICE_PIECE_BYTES = piece_bytes  # type: ignore[misc]
     dist.init_process_group("covey", init_method=f"file://{store}", rank=rank, world_size=size)
     warnings.simplefilter("ignore", FutureWarning)
     seat = conformance.Seat(dist.group.WORLD, rank, size)

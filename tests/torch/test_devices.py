@@ -12,10 +12,10 @@ from tests.torch import conformance, staging
 
 from covey.arrays import torch_devices
 from covey.runtime.buffers import writable
-from covey.torch.backend import devices
+from covey.torch.backend import operands
 
 
-@pytest.mark.parametrize("piece_bytes", first(1, [16, devices.DEVICE_PIECE_BYTES]))
+@pytest.mark.parametrize("piece_bytes", first(1, [16, operands.DEVICE_PIECE_BYTES]))
 def test_what_goes_through_a_device_that_lags_is_what_gloo_gives(piece_bytes: int) -> None:
     for said in run_torch_ranks(2, staging.compare_lagging, piece_bytes):
         assert said["different"] == []
@@ -39,15 +39,15 @@ def test_tensors_of_a_device_stay_whole_where_a_run_goes_on_without_the_lost() -
 
 
 def test_tensors_are_cut_into_pieces_that_together_fill_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "DEVICE_PIECE_BYTES", 16)
-    assert devices.piece_length([torch.zeros(5), torch.zeros(5)]) == 4
-    assert devices.piece_length([torch.zeros(4)]) == 0
-    assert devices.piece_length([torch.zeros(10), torch.zeros(9)]) == 0
+    monkeypatch.setattr(operands, "DEVICE_PIECE_BYTES", 16)
+    assert operands.piece_length([torch.zeros(5), torch.zeros(5)]) == 4
+    assert operands.piece_length([torch.zeros(4)]) == 0
+    assert operands.piece_length([torch.zeros(10), torch.zeros(9)]) == 0
     for adapter, tensor in product(
         (None, torch_devices.BlockingAdapter()), (torch.arange(10.0), torch.arange(20.0)[::2])
     ):
         monkeypatch.setitem(torch_devices._adapters, "cpu", adapter)
-        pieces = [writable(piece) for piece in devices.operands_of(tensor, 4)]
+        pieces = [writable(piece) for piece in operands.operands_of(tensor, 4)]
         want = tensor * 2
         assert [piece.flat.size for piece in pieces] == [4, 4, 2]
         for piece in pieces:
@@ -58,7 +58,7 @@ def test_tensors_are_cut_into_pieces_that_together_fill_them(monkeypatch: pytest
 
 def test_devices_that_covey_does_not_know_are_refused() -> None:
     with pytest.raises(TypeError, match=r"support tensors on meta, only on cpu, cuda, xpu, mps"):
-        devices.operand_of(torch.empty(3, device="meta"))
+        operands.operand_of(torch.empty(3, device="meta"))
 
 
 def test_rows_of_a_mesh_may_talk_by_another_backend() -> None:
@@ -69,7 +69,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @on_gpu
-@pytest.mark.parametrize("piece_bytes", [16, devices.DEVICE_PIECE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [16, operands.DEVICE_PIECE_BYTES])
 def test_a_gpu_gives_what_the_host_gives(piece_bytes: int) -> None:
     for said in run_torch_ranks(2, staging.compare_on_gpu, piece_bytes):
         assert said["different"] == []

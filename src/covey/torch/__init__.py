@@ -12,7 +12,7 @@ from covey.torch.entry import register
 
 if TYPE_CHECKING:
     from covey.torch.backend.backend import ProcessGroupCovey
-    from covey.torch.backend.late import who_is_late
+    from covey.torch.backend.below import who_is_late
     from covey.torch.backend.replacement import replace
     from covey.torch.training.batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from covey.torch.training.checkpoint import load, save
@@ -65,7 +65,7 @@ _TORCH_HOMES = {
     "save": "covey.torch.training.checkpoint",
     "train_together": "covey.torch.training.together",
     "weighted_hook": "covey.torch.training.hooks",
-    "who_is_late": "covey.torch.backend.late",
+    "who_is_late": "covey.torch.backend.below",
 }
 """The modules of names that are loaded on first use: `import torch` imports this package, and must stay fast."""
 

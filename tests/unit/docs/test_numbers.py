@@ -226,8 +226,8 @@ HELD = {
         f"takes {spelled(search.REGISTRY_SECONDS)} of a second; mDNS",
         f"reports it to all ranks every {spelled(evidence.REPORT_EVERY)} second",
         f"A view excludes a member after {spelled(need.RELINK)} second without a link",
-        f"its last {in_source('torch/backend/issuing.py', 'LENT_WORKS'):,} works of up to "
-        f"{in_source('torch/backend/issuing.py', 'LENT_ELEMENTS')} elements each",
+        f"its last {in_source('torch/backend/work.py', 'LENT_WORKS'):,} works of up to "
+        f"{in_source('torch/backend/work.py', 'LENT_ELEMENTS')} elements each",
     ),
     "docs/glossary.md": (
         f"The default is {SET.patience:g} s.",
@@ -435,7 +435,7 @@ HELD = {
     ),
     "docs/guides/pytorch.md": (
         f"up to {store_rules.STORE_ENTRIES_LIMIT} entries of {size(store_rules.STORE_BYTES)} in total",
-        f"tensors over {size(in_source('torch/backend/devices.py', 'DEVICE_PIECE_BYTES'))} are sent in pieces",
+        f"tensors over {size(in_source('torch/backend/operands.py', 'DEVICE_PIECE_BYTES'))} are sent in pieces",
     ),
     "docs/guides/running.md": (
         f"# force a kind of lane: {', '.join(LANES[:-1])} or {LANES[-1]}",

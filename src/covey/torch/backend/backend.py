@@ -17,18 +17,17 @@ from covey.runtime.buffers import writable
 from covey.runtime.group.compression import Piece
 from covey.runtime.group.internals import policy_of
 from covey.torch.backend.description import DescribedProcessGroup
-from covey.torch.backend.devices import (
+from covey.torch.backend.operands import (
+    WholeMean,
+    averages_integers,
     blocks_of,
     operand_of,
     operands_of,
     piece_length,
+    reduction,
 )
-from covey.torch.backend.errors import torchs_errors
-from covey.torch.backend.issuing import TorchIssuer
-from covey.torch.backend.reduction_ops import WholeMean, averages_integers, reduction
-from covey.torch.backend.torch_callers import is_waited_for, keep_from_dynamo
-from covey.torch.backend.visible import visible
-from covey.torch.backend.work import TorchWork
+from covey.torch.backend.visible import is_waited_for, keep_from_dynamo, visible
+from covey.torch.backend.work import TorchIssuer, TorchWork, torchs_errors
 from covey.torch.backend.world import World, close_world, world_of
 
 if TYPE_CHECKING:

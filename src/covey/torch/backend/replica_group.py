@@ -21,9 +21,8 @@ from covey.runtime.group.internals import engine_of, home_of
 from covey.torch.backend.backend import ProcessGroupCovey
 from covey.torch.backend.description import DescribedProcessGroup
 from covey.torch.backend.exchange import TensorGroup
-from covey.torch.backend.issuing import TorchIssuer
-from covey.torch.backend.torch_callers import keep_from_dynamo
-from covey.torch.backend.work import TorchWork
+from covey.torch.backend.visible import keep_from_dynamo
+from covey.torch.backend.work import TorchIssuer, TorchWork
 from covey.torch.backend.world import World
 
 if TYPE_CHECKING:

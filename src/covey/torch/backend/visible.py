@@ -1,14 +1,16 @@
-"""Shows operations of process groups to torch's own tools: its profiler, and modes that see every operation.
+"""What torch's profiler, dispatcher modes and compiler see of the operations of process groups.
 
-Both look at torch's dispatcher, through which torch reaches backends in C++; a process group in Python is called
-directly. So while one of them looks, and only then, an operation is first announced: the same call is made with tensors
-without memory on a process group of torch that does nothing. Then it runs as always, inside of a range of the profiler
-that ends with it.
+Profiler and modes look at torch's dispatcher, through which torch reaches backends in C++; a process group in Python is
+called directly. So while one of them looks, and only then, an operation is first announced: the same call is made with
+tensors without memory on a process group of torch that does nothing. Then it runs as always, inside of a range of the
+profiler that ends with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from covey.torch.backend.description import DescribedProcessGroup
 
@@ -145,3 +148,34 @@ def _silent_group(rank: int, size: int) -> Any:
         made._register_backend(torch.device(device), kind, backend)
     made._set_default_backend(kind)
     return made
+
+
+_WAITING: Final = frozenset(inspect.unwrap(each).__code__ for each in (dist.send, dist.recv))
+
+
+def is_waited_for(called: FrameType) -> bool:
+    """Tell whether `dist.send` or `dist.recv` called a method: they wait at once, so the message can move before.
+
+    torch calls the same method for `isend`, whose message another thread has to move; that takes five times as long.
+    Any other caller gets a work, and only loses time.
+    """
+    frame = called.f_back
+    while frame is not None and is_wrapper(frame.f_code):
+        frame = frame.f_back
+    return frame is not None and frame.f_back is not None and frame.f_back.f_code in _WAITING
+
+
+def keep_from_dynamo(*classes: type) -> None:
+    """Keep torch.compile from tracing methods that torch calls while it traces, as DDP's reducer does.
+
+    `torch.compiler.disable` would do the same, but imports the compiler, which takes seconds. Versions of torch without
+    the functions used here trace the methods.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._C._dynamo import eval_frame as frames
+
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for value in (value for each in classes for value in vars(each).values()):
+            for function in (value, getattr(value, "__wrapped__", None)):
+                if code := getattr(function, "__code__", None):
+                    frames.set_code_exec_strategy(code, skip)

@@ -1,10 +1,21 @@
-"""torch's handle of started operations, around covey's, and the threads that run the callbacks of its future."""
+"""How operations of a process group are issued, what torch gets of them, and what it raises if they fail.
+
+`TorchIssuer` issues them: at once on the calling thread, or queued for the thread of the group. `TorchWork` is torch's
+handle of started operations, around covey's; threads of its own run the callbacks of its future.
+
+An operation that fails raises the class that covey raises without torch, and at the same time one of torch's, which
+frameworks catch: `dist.DistBackendError`, or `dist.DistNetworkError` if a rank is lost or cannot be reached. Both are
+RuntimeErrors.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,13 +23,51 @@ import torch
 import torch.distributed as dist
 
 from covey.arrays.torch_devices import order, settle
-from covey.base.errors import CoveyError
-from covey.torch.backend.errors import as_torchs, torchs_errors
+from covey.base.errors import ConnectError, CoveyError, GroupChangedError, PeerLostError, QuorumLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from covey.runtime.work import Work
+    from covey.torch.backend.exchange import TensorGroup
+
+OF_THE_NETWORK: Final = (PeerLostError, ConnectError, QuorumLostError, GroupChangedError)
+"""Errors about the way to other ranks; all others are torch's DistBackendError."""
+
+
+def as_torchs(error: BaseException) -> BaseException:
+    """Return an error of covey as one that is also torch's, with the same text, attributes, cause and traceback.
+
+    Errors of the program, and those that are torch's already, are returned as they are.
+    """
+    if not isinstance(error, CoveyError) or isinstance(error, RuntimeError):
+        return error
+    remake, (kind, args, facts) = CoveyError.__reduce__(error)
+    made: CoveyError = remake(_class_of(kind), args, facts)
+    made.__cause__, made.__suppress_context__ = error.__cause__, True
+    return made.with_traceback(error.__traceback__)
+
+
+@contextlib.contextmanager
+def torchs_errors() -> Iterator[None]:
+    """Raise errors of covey as ones that are also torch's."""
+    try:
+        yield
+    except CoveyError as error:
+        raise as_torchs(error) from error.__cause__
+
+
+@functools.cache
+def _class_of(kind: type[CoveyError]) -> type[CoveyError]:
+    torchs = dist.DistNetworkError if issubclass(kind, OF_THE_NETWORK) else dist.DistBackendError
+
+    def reduced(self: CoveyError) -> tuple[Any, ...]:
+        remake, (_, args, facts) = CoveyError.__reduce__(self)
+        return remake, (kind, args, facts)  # the process that reads it may have no torch
+
+    named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind, torchs), {**named, "__reduce__": reduced})
+
 
 IDLE_WAITER_SECONDS: Final = 10.0
 """How long an idle thread stays."""
@@ -188,3 +237,63 @@ class Notices:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+
+LENT_ELEMENTS: Final = 64
+LENT_WORKS: Final = 1024
+"""The last LENT_WORKS works on up to LENT_ELEMENTS elements are kept alive, and no large tensor with them."""
+
+
+class TorchIssuer:
+    """Issues the operations of one process group. Any thread may call; the calls are issued one after the other."""
+
+    def __init__(self, group: TensorGroup, size: int, seconds: float) -> None:
+        self._group = group
+        self.seconds = seconds
+        """The timeout of operations that are called without one."""
+        self._survives = group.on_loss == "continue"
+        self.notices = Notices()
+        self._everyone = list(range(size))
+        self._lock = threading.Lock()
+        self._last: Work[Any] | None = None
+        """The last collective that was queued."""
+        self._lent: deque[TorchWork] = deque(maxlen=LENT_WORKS)
+        """Works that Python may have passed to C++ and dropped, as DDP's join does: C++ alone cannot wait for them."""
+
+    def issue(
+        self, opts: Any, filled: list[torch.Tensor], operation: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+    ) -> TorchWork:
+        """Call `operation` with each of `calls`: now if torch waits at once and nothing is queued, else queue them.
+
+        Errors are also torch's.
+        """
+        timeout = opts.timeout.total_seconds()
+        if timeout <= 0:
+            timeout = self.seconds
+        is_async = opts.asyncOp
+        works: list[Work[Any]] = []
+        contributors = self._everyone
+        try:
+            with self._lock:
+                if not is_async and (self._last is None or self._last.done()):
+                    self._last = None
+                    for args in calls:
+                        operation(*args, timeout=timeout)
+                        if self._survives and len(self._group.contributors) < len(contributors):
+                            contributors = list(self._group.contributors)
+                else:
+                    works = [operation(*args, timeout=timeout, async_op=True) for args in calls]
+                    self._last = works[-1] if works else self._last
+        except CoveyError as error:
+            raise as_torchs(error) from error.__cause__
+        work = self._work(works, filled, contributors)
+        if not is_async:
+            if works:
+                work.wait()
+        elif len(filled) == 1 and filled[0].numel() <= LENT_ELEMENTS:
+            self._lent.append(work)
+        return work
+
+    def _work(self, works: list[Work[Any]], filled: list[torch.Tensor], contributors: list[int]) -> TorchWork:
+        """Return the handle of started operations."""
+        return TorchWork(works, filled, self.notices, contributors)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from covey.base.errors import CheckpointError, ConfigError, DeadlineError
 from covey.net.host.run_notes import note_checkpoint
-from covey.torch.backend.async_saves import apart
+from covey.torch.backend.description import apart
 from covey.torch.training.checkpoint_files import (
     STRUCTURE,
     complete_in,

@@ -18,7 +18,7 @@ from covey.base.errors import MismatchError
 from covey.base.settings import SETTINGS
 from covey.net.host.settings_files import effective_environment
 from covey.runtime.tracebacks import is_debugging
-from covey.torch.backend.lost import gather_rows
+from covey.torch.backend.below import gather_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

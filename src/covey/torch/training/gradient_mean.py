@@ -16,8 +16,7 @@ from covey.runtime.buffers import Part, as_array
 from covey.runtime.group.compression import codec_for_part
 from covey.runtime.group.gradients import scale
 from covey.runtime.group.internals import policy_of
-from covey.torch.backend.below import covey_group_of
-from covey.torch.backend.lost import gather_rows, there
+from covey.torch.backend.below import covey_group_of, gather_rows, there
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

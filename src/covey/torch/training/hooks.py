@@ -15,7 +15,7 @@ import torch.distributed as dist
 from covey.base.errors import ConfigError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import CompressValue
-from covey.torch.backend.lost import there
+from covey.torch.backend.below import there
 from covey.torch.training.drift import DriftCheck
 from covey.torch.training.gradient_mean import GradientMean, consecutive
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from covey.base.errors import ConfigError
-from covey.torch.backend.lost import there
+from covey.torch.backend.below import there
 from covey.torch.training.averaging import InGenerations, InProcessGroup
 from covey.torch.training.gradient_mean import consecutive
 from covey.torch.training.structure import hand_over

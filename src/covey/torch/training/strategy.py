@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from covey.base.errors import ConfigError
 from covey.runtime.group.strategy import Strategy, check_floats, check_op
-from covey.torch.backend.lost import there
+from covey.torch.backend.below import there
 from covey.torch.training.gradient_mean import GradientMean, consecutive
 
 if TYPE_CHECKING:
