@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sqlite3
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from tests.support import forked
@@ -24,7 +24,7 @@ from covey.coordinator.service import CoordinatorService
 from covey.coordinator.state_file import StateFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncGenerator, Iterator
     from pathlib import Path
 
     from tests.support.machines import Lab, Machine
@@ -237,7 +237,7 @@ def test_a_coordinator_that_stops_while_its_workers_change_does_stop(tmp_path: P
         rounds.cancel()
         await take(30)
         has_ended = rounds.done()
-        await stream.aclose()  # wakes it again
+        await cast("AsyncGenerator[pb.RunEvent]", stream).aclose()  # wakes it again
         await take(30)
         return has_ended
 

@@ -357,7 +357,7 @@ def stop_in_restore(chunks: int, first: Callable[[], None]) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return tag(transfer, *args)
 
-    StateTransfer._tag_landed = tag_or_stop  # type: ignore[method-assign]
+    StateTransfer._tag_landed = tag_or_stop  # type: ignore[assignment, method-assign]
 
 
 def tell_changes(group: Any) -> None:

@@ -39,9 +39,9 @@ class Curves:
     def begin(self, rows: Sequence[ReportRow]) -> None:
         """Take what was reported before; of more rows than are kept, evenly many."""
         self._rows = rows[:: max(1, -(-len(rows) // EARLIER_LIMIT))]
-        self._place_rows()
+        self._put_rows_in_front()
 
-    def _place_rows(self) -> None:
+    def _put_rows_in_front(self) -> None:
         seen = (moment for moment in (*self._coarse, *self._fine) if _tells(moment))
         first = next(seen, None)
         self._earlier = tuple(
@@ -62,7 +62,7 @@ class Curves:
         self._fine.append(moment)
         if not self._has_seen and _tells(moment):
             self._has_seen = True
-            self._place_rows()
+            self._put_rows_in_front()
         oldest = 0
         while oldest < len(self._fine) and self._fine[oldest].at < moment.at - FINE_SECONDS:
             past = self._fine[oldest]

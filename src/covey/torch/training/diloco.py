@@ -236,7 +236,7 @@ class DiLoCo:
                 settings.update(lr=rule.rate, momentum=rule.momentum, nesterov=rule.momentum > 0)
         own = self._steps_of.own_parameters()
         self._steps_of.show(self._steps_of.anchors)
-        report = hand_over(group, self._model, {"diloco": _Shared(self), "outer": self.outer, **(extra or {})})
+        report = hand_over(group, self._model, {"diloco": _SharedTurn(self), "outer": self.outer, **(extra or {})})
         if group.rank in report.receivers:
             self._steps_of.take_parameters_as_anchors()
             self._generations.forget()
@@ -314,7 +314,7 @@ class DiLoCo:
 
     def outer_state(self) -> dict[str, Any]:
         """Return what all ranks of a generation hold alike, but for the outer parameters, for a checkpoint of all."""
-        return {"position": _Shared(self).state_dict(), "outer": self.outer.state_dict()}
+        return {"position": _SharedTurn(self).state_dict(), "outer": self.outer.state_dict()}
 
     def load_outer_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the outer parameters that the model has now, and what `outer_state` returned.
@@ -323,7 +323,7 @@ class DiLoCo:
         """
         self.rebase()
         self.outer.load_state_dict(state["outer"])
-        _Shared(self).load_state_dict(state["position"])
+        _SharedTurn(self).load_state_dict(state["position"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a new DiLoCo needs to continue. Waits for a pending outer gradient, which stays pending."""
@@ -481,7 +481,7 @@ class _Flight:
         return mean
 
 
-class _Shared:
+class _SharedTurn:
     """The part of a DiLoCo's position that all ranks share, for newcomers."""
 
     def __init__(self, diloco: DiLoCo) -> None:
