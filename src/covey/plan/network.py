@@ -169,14 +169,17 @@ def _bounded(flow: Flow) -> Flow:
 
 
 def _trips(hosts: Sequence[int], round_trips: Sequence[Sequence[float]]) -> Matrix:
-    """Return the round trips, both ways alike; those that are nearly equal become equal."""
+    """Return the round trips, both ways alike; those that are nearly equal become equal.
+
+    Both ends measure the same way there and back, and a busy machine only makes it longer: the shorter one is taken.
+    """
     slots = range(len(hosts))
 
-    def longer(i: int, j: int) -> float:
-        trips = [trip for trip in (round_trips[i][j], round_trips[j][i]) if math.isfinite(trip)]
-        return max(LEAST_TRIP, *trips) if trips else LEAST_TRIP
+    def shorter(i: int, j: int) -> float:
+        trips = [trip for trip in (round_trips[i][j], round_trips[j][i]) if math.isfinite(trip) and trip > 0]
+        return max(LEAST_TRIP, min(trips, default=0.0))
 
-    both = [[0.0 if i == j else longer(i, j) for j in slots] for i in slots]
+    both = [[0.0 if i == j else shorter(i, j) for j in slots] for i in slots]
     levels = _levels([trip for row in both for trip in row if trip], LIKE_TRIPS)
     return tuple(tuple(levels.get(trip, trip) for trip in row) for row in both)
 

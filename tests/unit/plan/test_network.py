@@ -67,6 +67,18 @@ def test_sites_are_found_by_round_trips() -> None:
     assert seen(uniform(5, 10 * MBIT, round_trip=0.08), noise=0.2).sites == (0,) * 5
 
 
+def test_round_trips_that_one_end_took_longer_for_make_no_sites() -> None:
+    """A machine that had other work between the first and the last byte measures more than there is, never less."""
+    network = uniform(4, 600 * MBIT, round_trip=6e-4)
+    trips = [list(row) for row in network.round_trips]
+    trips[2][0] = trips[3][1] = 6.5e-3
+    found = infer(network.hosts, measured(network), trips)
+    assert found.sites == (0,) * 4
+    assert found.round_trips == seen(network).round_trips
+    trips[0][2] = trips[1][3] = math.inf  # nothing else is known of these
+    assert max(map(max, infer(network.hosts, measured(network), trips).round_trips)) == pytest.approx(6.5e-3)
+
+
 def test_slots_of_one_host_share_its_link() -> None:
     found = seen(NETWORKS["two hosts"], noise=0.04)
     assert found.up == pytest.approx((1000 * MBIT,) * 8, rel=0.15)

@@ -81,8 +81,8 @@ class LinkProbes:
         size, slot = attempt.size, attempt.slot
         self._schedule = LinkMeasurement(size, swap_rounds(size, MOST_ROUNDS))
         self._trips = np.zeros((size, size), np.float64)
-        """The round trips in this rank's row; those of pairs that do not swap are what pings took, perhaps while the
-        link was busy, and negative if there was none."""
+        """The shortest round trips in this rank's row: first what pings took, perhaps while the link was busy, and
+        negative if there was none; pairs that swap may find a shorter one."""
         for other, rank in enumerate(attempt.ranks):
             peer = attempt.roster.peer(rank)
             if peer is not None:
@@ -129,10 +129,9 @@ class LinkProbes:
             return
         arrivals = Arrivals(SWAPS)
         attempt.execute(swaps(partner, SWAPS), (np.zeros(1, np.uint8), np.zeros(1, np.uint8)), coder=arrivals)
-        times = arrivals.times
-        self._trips[attempt.slot, partner] = min(
-            late - early for early, late in zip(times, times[2:], strict=False)
-        )  # fmt: skip
+        times, known = arrivals.times, float(self._trips[attempt.slot, partner])
+        taken = [late - early for early, late in zip(times, times[2:], strict=False)]
+        self._trips[attempt.slot, partner] = min(taken + [known] * (known > 0))
 
     def _rotate(self, attempt: Attempt, step: int) -> None:
         """Run a round: send to one rank, and time what arrives from another."""
@@ -159,9 +158,16 @@ class LinkProbes:
             tuple(Flow(slot, (slot + step) % size, speeds[slot][(slot + step) % size]) for slot in range(size))
             for step in self._schedule.rounds
         )
-        known = np.where(np.isfinite(trips) & (trips > 0), np.minimum(trips, MOST_ROUND_TRIP), ROUND_TRIP)
-        np.fill_diagonal(known, 0.0)
-        return MeasuredLinks(attempt.ranks, flows, tuple(tuple(row) for row in known.tolist()), time.time())
+        return MeasuredLinks(attempt.ranks, flows, both_ways(trips), time.time())
+
+
+def both_ways(trips: Matrix) -> tuple[tuple[float, ...], ...]:
+    """Return the round trips of which each row is what a rank has taken: the shorter of both ends, if one has any."""
+    known = np.where(np.isfinite(trips) & (trips > 0), trips, np.inf)
+    known = np.minimum(known, known.T)
+    known = np.where(np.isfinite(known), np.minimum(known, MOST_ROUND_TRIP), ROUND_TRIP)
+    np.fill_diagonal(known, 0.0)
+    return tuple(tuple(row) for row in known.tolist())
 
 
 class Arrivals:

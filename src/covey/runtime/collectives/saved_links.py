@@ -22,7 +22,7 @@ from covey.net.discovery.interfaces import all_interfaces
 from covey.net.host.saved_figures import OLDEST_SECONDS, is_recent, keep_figures, read_figures
 from covey.plan.measurement import steps
 from covey.plan.network import Flow
-from covey.runtime.collectives.link_probes import ROUND_TRIP, MeasuredLinks
+from covey.runtime.collectives.link_probes import MeasuredLinks, both_ways
 from covey.wire.reports import NETWORK_LIMIT, MeasuredNetwork, NetworkMember
 from covey.wire.saved_figures import LONGEST_TRIP, SavedFigure
 from covey.wire.signed import machine_of
@@ -82,8 +82,7 @@ def recalled(attempt: Attempt) -> MeasuredLinks | None:
         return None
     if (figures[:, :, AGE] > OLDEST_SECONDS).any():
         return None
-    trips, ages = np.full((size, size), ROUND_TRIP), np.full((size, size), np.nan)
-    np.fill_diagonal(trips, 0.0)
+    trips, ages = np.full((size, size), np.nan), np.full((size, size), np.nan)
     np.fill_diagonal(ages, 0.0)
     flows = []
     for at, step in enumerate(rounds):
@@ -91,13 +90,12 @@ def recalled(attempt: Attempt) -> MeasuredLinks | None:
         for target in range(size):
             source = (target - step) % size
             together.append(Flow(source, target, min(FASTEST, max(SLOWEST, float(figures[target, at, SPEED])))))
-            trips[target, source] = min(LONGEST_TRIP, figures[target, at, TRIP])
+            trips[target, source] = figures[target, at, TRIP]
             ages[source, target] = figures[target, at, AGE]
         flows.append(tuple(sorted(together)))
     oldest = float(np.nanmax(ages))
     ages = np.where(np.isnan(ages), oldest, ages)
-    rows = tuple(map(tuple, trips.tolist())), tuple(map(tuple, ages.tolist()))
-    return MeasuredLinks(attempt.ranks, tuple(flows), rows[0], time.time(), rows[1])
+    return MeasuredLinks(attempt.ranks, tuple(flows), both_ways(trips), time.time(), tuple(map(tuple, ages.tolist())))
 
 
 def keep(attempt: Attempt, measured: MeasuredLinks) -> None:

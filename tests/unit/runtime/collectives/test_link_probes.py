@@ -1,6 +1,10 @@
+import math
+
+import numpy as np
+
 from covey.base.numbers import Rank
 from covey.plan.network import Flow
-from covey.runtime.collectives.link_probes import MeasuredLinks
+from covey.runtime.collectives.link_probes import MOST_ROUND_TRIP, ROUND_TRIP, MeasuredLinks, both_ways
 
 
 def test_what_was_measured_is_kept_for_the_ranks_that_remain() -> None:
@@ -18,4 +22,14 @@ def test_what_was_measured_is_kept_for_the_ranks_that_remain() -> None:
         ((Flow(1, 2, 30.0), Flow(2, 0, 40.0)), (Flow(0, 1, 1.0), Flow(1, 0, 3.0))),
         ((0.0, 2.0, 3.0), (20.0, 22.0, 23.0), (30.0, 32.0, 33.0)),
         7.0,
+    )
+
+
+def test_of_what_both_ends_took_the_shorter_counts_and_what_no_end_knows_is_assumed() -> None:
+    trips = np.array([[0.0, 0.3, -1.0, 99.0], [0.1, 0.0, math.nan, -1.0], [-1.0, 0.2, 0.0, 0.5], [77.0, 0.0, 0.4, 0.0]])
+    assert both_ways(trips) == (
+        (0.0, 0.1, ROUND_TRIP, MOST_ROUND_TRIP),
+        (0.1, 0.0, 0.2, ROUND_TRIP),
+        (ROUND_TRIP, 0.2, 0.0, 0.4),
+        (MOST_ROUND_TRIP, ROUND_TRIP, 0.4, 0.0),
     )
