@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.support.sets import first
-from tests.support.survivors import Members, attempt, covey, say, tell_changes, threading, total, values
+from tests.support.survivors import Members, attempt, await_go, covey, say, tell_changes, threading, total, values
 
 
 def lose_and_shrink(victims: list[int]) -> Any:
@@ -86,8 +86,14 @@ def wait_until_revoked() -> Any:
             lambda: mine.all_reduce(values(2, 100), async_op=True).wait(),
             lambda: mine.send(values(3, 100_000), dst=0),
         ]
+
+        def revoke_when_told() -> None:
+            await_go()
+            mine.revoke()
+
         if group.rank == 1:
-            threading.Timer(0.1, mine.revoke).start()
+            threading.Thread(target=revoke_when_told, daemon=True).start()
+        say("waits")
         first = attempt(waits[group.rank])
         return {
             "first": first,
@@ -96,9 +102,10 @@ def wait_until_revoked() -> Any:
         }
 
 
-@pytest.mark.alone
 def test_revoke_ends_everything_pending_on_all_ranks_and_nothing_else() -> None:
     with Members(4, wait_until_revoked) as ranks:
+        ranks.hear("waits")
+        ranks.go(1)
         for rank, report in enumerate(ranks.results()):
             assert report["first"]["error"] == "ClosedError", (rank, report)
             assert "rank 1 revoked" in report["first"]["text"]
