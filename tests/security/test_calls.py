@@ -261,6 +261,39 @@ def test_only_what_was_exported_to_a_member_can_be_called_by_it() -> None:
         assert "not exported to this node" in answer.text
 
 
+def test_a_member_that_names_takers_and_givers_that_do_not_exist_takes_no_memory_for_them() -> None:
+    def body(group: covey.Group) -> int | None:
+        @group.node.rpc
+        def thing() -> covey.Handle:
+            return group.node.export([])
+
+        group.barrier()
+        entries = None
+        if group.rank == HOSTILE:
+            handle = group.node.call(VICTIM, "thing")
+            it = Attacker(group)
+            for number in range(1000):
+                nobody = Seat((1 << 20) + number)
+                it.say(
+                    wire.ReferenceShare(handle._target, nobody),
+                    wire.ReferenceClaim(handle._target, nobody, handle._key),
+                )
+            it.say(request(50, "five"))  # is answered after what was sent before it was read
+            it.await_answers(1)
+            told.append(handle._target)
+        over.wait()
+        if group.rank == VICTIM:
+            counts = service_of(group).exported._counts._objects[told[0]]
+            entries = len(counts.on_way)
+            assert counts.held[Seat(HOSTILE)] == 1001, "each claim is a handle that the claimer has to drop"
+        over.wait()
+        return entries
+
+    told: list[int] = []
+    over = threading.Barrier(3, timeout=DEADLINE)
+    assert run_threads(3, body, lanes="unix", timeout=DEADLINE)[VICTIM] == 0
+
+
 def test_texts_of_a_member_are_shown_without_control_characters() -> None:
     def body(group: covey.Group) -> str:
         @group.node.rpc

@@ -304,6 +304,15 @@ def test_a_claim_with_a_wrong_key_is_refused_and_harms_no_other_handle() -> None
     assert counts.dropped(target, 2, key=KEY) == [target]
 
 
+def test_a_claim_that_names_a_giver_that_is_no_member_counts_for_its_taker_alone() -> None:
+    counts = ReferenceCounts(0)
+    target = counts.export(KEY)
+    counts.claimed(target, None, 2, KEY)
+    assert counts.holds(target, 2)
+    assert counts.dropped(target, 0) == []
+    assert counts.dropped(target, 2, key=KEY) == [target]
+
+
 def test_what_a_node_said_before_it_was_lost_may_be_read_after_that() -> None:
     counts = ReferenceCounts(0)
     target = counts.export(KEY)

@@ -108,8 +108,8 @@ class ReferenceCounts:
             self._objects[target].move(giver, taker, -1)
         return self._free([target])
 
-    def claimed(self, target: int, giver: int, taker: int, key: bytes) -> None:
-        """Count a handle that was passed on, for the node that got it.
+    def claimed(self, target: int, giver: int | None, taker: int, key: bytes) -> None:
+        """Count a handle that was passed on, for the node that got it; `giver` None is a node that is no member.
 
         A wrong key is the fault of the node that has passed it on, so the claim is refused, and no more. One of a node
         that is gone comes too late: nothing would drop that handle any more.
@@ -121,7 +121,7 @@ class ReferenceCounts:
             self._refused[taker] += 1
             return
         counts.hold(taker, 1)
-        if giver not in self._gone:
+        if giver is not None and giver not in self._gone:
             counts.move(giver, taker, -1)
 
     def dropped(self, target: int, peer: int, references: int = 1, key: bytes = b"") -> list[int]:

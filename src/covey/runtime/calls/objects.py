@@ -180,10 +180,11 @@ class ExportedObjects:
             )
         return self._objects[target]
 
-    def count(self, peer: Seat, message: ReferenceMessage) -> list[Any]:
+    def count(self, peer: Seat, message: ReferenceMessage, *, names_member: bool) -> list[Any]:
         """Count what a node says of handles, and return the objects that no handle is left of.
 
-        The caller lets go of them where their destructors may run.
+        The caller lets go of them where their destructors may run. `names_member` says whether the node that the
+        message names is a member of the run: one that is not gets no entry, so that no peer makes entries without end.
 
         Raises:
             RemoteProtocolError: no correct node says so.
@@ -192,7 +193,10 @@ class ExportedObjects:
             if isinstance(message, ReferenceRelease):
                 return self._freed(self._counts.dropped(message.target, peer, message.references, message.key))
             if isinstance(message, ReferenceClaim):
-                self._counts.claimed(message.target, message.giver, peer, message.key)
+                giver = message.giver if names_member else None
+                self._counts.claimed(message.target, giver, peer, message.key)
+            elif not names_member:
+                return []
             elif message.is_withdrawn:
                 return self._freed(self._counts.withdrawn(message.target, peer, message.taker))
             else:
