@@ -23,6 +23,7 @@ from covey.torch.training.periodic_saves import PeriodicSaves
 from covey.torch.training.replica import WeightedReduceScatter
 from covey.torch.training.replicas import NO_STATE, Replicas
 from covey.torch.training.sampler import DealtBatch, Pace, by_speed, cut, even
+from covey.torch.training.shadowing import KEPT_BYTES, NewcomerSupport
 from covey.torch.training.structure import hand_over, local_part, share_buffers
 
 if TYPE_CHECKING:
@@ -140,7 +141,10 @@ class Elastic(GenerationLoop[list[int]]):
         """The position before the batch that is out, if models are sharded."""
         self._has_state = False
         self._saves: PeriodicSaves | None = None
-        self._saved_at = 0
+        self._saved_at, self._owes_save = 0, False
+        self._most_kept = 0
+        """The bytes of averages that a newcomer keeps while it gets the state; 0: all ranks wait for it."""
+        self._newcomers: NewcomerSupport | None = None
 
     # Position
 
@@ -216,7 +220,8 @@ class Elastic(GenerationLoop[list[int]]):
     def _sum(self, samples: int, out: DealtBatch, *, is_early: bool) -> Sequence[int]:
         """Sum the gradients of all replicas; return those whose gradients are in the sums of all ranks."""
         if self._replicas is None or self._replica is None:
-            return self._sums.sum(samples, out.total)
+            ranks = self._sums.sum(samples, out.total)
+            return ranks if self._newcomers is None else self._newcomers.trainers(ranks)
         is_torn = self._replica.is_torn
         counted: Sequence[int] = (
             self._sums.sum_without_own(out.total) if is_torn else self._sums.sum(samples, out.total)
@@ -304,16 +309,20 @@ class Elastic(GenerationLoop[list[int]]):
             self.load_state_dict(self._before)
             self._optimizer.zero_grad()
             return False
-        if out.trained:
-            self._optimizer.step()
-            if self._scheduler is not None:
-                self._scheduler.step()
+        newcomers = self._newcomers
+        if out.trained and not (newcomers and newcomers.keeps_step(list(self._parameters.values()))):
+            self._take_step()
         self._optimizer.zero_grad()
         self._reported += 1
         report_for_program(self.group, self._reported, {"samples": float(own)})
         if not self._sampler.remaining and not self._is_outside:
             self._sampler.next_epoch()
         return out.trained > 0
+
+    def _take_step(self) -> None:
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
 
     def _may_step(self, replicas: Replicas) -> bool:
         """Tell whether this rank's gradients are still right after what the program did since it called `sync`.
@@ -339,6 +348,26 @@ class Elastic(GenerationLoop[list[int]]):
         parts = {"model": self._model, **self._parts}
         self._saves = PeriodicSaves(parts, every, keep, resume=resume)
 
+    def shadow_newcomers(self, *, most_bytes: int = KEPT_BYTES) -> None:
+        """Let newcomers get the state in the background, while the others train; without it, all ranks wait for them.
+
+        Call it before the loop, on all ranks. A newcomer goes through the loop with empty shares: its `step()` keeps
+        averaged gradients, clipped as the program does it, until it has the state of an earlier step, and has taken
+        all steps since. It gets shares once its state was compared with that of the others. Checkpoints wait for that.
+
+        All ranks wait, and a line says why, if its state differs then, as with an optimizer that is not deterministic,
+        or a program that changes the state between steps; or if it had to keep more than `most_bytes` twice.
+
+        Raises:
+            ConfigError: the model is sharded, or `most_bytes` is not above 0.
+        """
+        if self._replica is not None or most_bytes < 1:
+            raise ConfigError(
+                f"shadow_newcomers(most_bytes={most_bytes}) is for models that each rank has whole, and most_bytes "
+                "must be above 0; with replica=, ranks that wait for a replica hold no other rank up"
+            )
+        self._most_kept = most_bytes
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the training, for a checkpoint with the states of model, optimizer and the rest."""
         return {**self._place(), "steps": self._reported, "seed": self._seed}
@@ -354,11 +383,13 @@ class Elastic(GenerationLoop[list[int]]):
         self._group, self._out, self._is_outside = group, None, False
         self._working, self._speeds, self._steps = range(group.size), [], 0
         self._has_state = self._has_state and not is_newcomer(group)
+        self._leave_newcomers()  # those of a generation that ended while this rank entered it
+        self._owes_save = False
         if self._replicas is None:
             self._made = self._new_sums(group)
             if self._saves is not None and self._saves.resume and not group.generation:
                 self._saves.load(group)
-            hand_over(group, self._model, self._parts)
+            self._get_state(group)
         else:
             self._replicas.is_due = False  # this process may have been cut off before it saved, and the others have
             self._form(self._replicas)
@@ -367,6 +398,30 @@ class Elastic(GenerationLoop[list[int]]):
         if is_newcomer(group) and (group.generation or group.rank):  # rank 0 of the first generation keeps its own seed
             words = f"{self._seed} {group.generation} {group.rank}".encode()
             torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) >> 1)
+
+    def _get_state(self, group: Group) -> None:
+        if self._most_kept and group.generation:
+            self._newcomers = NewcomerSupport.begin(
+                group, self._model, self._parts, self._take_step, self._most_kept, has_state=self._has_state
+            )
+        if self._newcomers is None:
+            hand_over(group, self._model, self._parts, fresh=not self._has_state if self._most_kept else None)
+            self._has_state = True
+        else:
+            self._working = self._newcomers.trainers(range(group.size))
+
+    def _follow_newcomers(self, newcomers: NewcomerSupport) -> None:
+        """Let newcomers in that have the state; at the end of the training all get it."""
+        is_going_on = self._steps == newcomers.steps or newcomers.settle()
+        if is_going_on and self.done:
+            newcomers.wait()
+            is_going_on = False
+        if not is_going_on:
+            self._newcomers, self._has_state = None, True
+        elif self._steps:
+            self._working = newcomers.trainers(self.group.contributors)
+        if self._newcomers is None:
+            self._working = self.group.contributors
 
     def _form(self, replicas: Replicas) -> None:
         """Form replicas of the ranks that are left, and give all of them the newest state."""
@@ -396,10 +451,16 @@ class Elastic(GenerationLoop[list[int]]):
     def _let_go(self) -> None:
         if self._made is not None:
             self._made.close()
+        self._leave_newcomers()
         if self._saves is not None:
             self._saves.settle()
         if self._replicas is not None:
             self._replicas.close()
+
+    def _leave_newcomers(self) -> None:
+        newcomers, self._newcomers = self._newcomers, None
+        if newcomers is not None:
+            newcomers.leave()
 
     def _finish(self) -> None:
         self._share_buffers()
@@ -407,7 +468,8 @@ class Elastic(GenerationLoop[list[int]]):
     def _share_buffers(self) -> None:
         if not self._working:
             return
-        share_buffers(self.group, self._model, is_donor=self._replicas is not None and self.is_first)
+        is_donor = self.is_first and not (self._replicas is None and self._newcomers is None)
+        share_buffers(self.group, self._model, is_donor=is_donor)
 
     def _new_sums(self, group: Group) -> GradientBuckets:
         return GradientBuckets(
@@ -449,6 +511,8 @@ class Elastic(GenerationLoop[list[int]]):
         replicas = self._replicas
         if replicas is not None and replicas.is_broken:
             self._form(replicas)
+        if self._newcomers is not None:
+            self._follow_newcomers(self._newcomers)
         self._save_if_due()
         if replicas is None:
             return self.done
@@ -490,7 +554,11 @@ class Elastic(GenerationLoop[list[int]]):
     def _save_if_due(self) -> None:
         replicas = self._replicas
         is_due = self._is_due() and self._saved_at != self._reported if replicas is None else replicas.is_due
+        is_due = is_due or self._owes_save
         if self._saves is None or not is_due or self._is_outside:
+            return
+        self._owes_save = self._newcomers is not None  # all ranks save, and what they save must be equal
+        if self._owes_save:
             return
         if replicas is not None:
             replicas.is_due = False

@@ -218,10 +218,12 @@ class GradientBuckets:
         with torch.no_grad():
             for bucket in self._buckets:
                 for (name, parameter), room in zip(bucket.named, bucket.rooms, strict=True):
-                    if counts[name]:
-                        if parameter.grad is None:
-                            parameter.grad = torch.empty_like(parameter)
-                        local_part(parameter.grad.detach()).copy_(room.mul_(factor))
+                    if not counts[name]:
+                        parameter.grad = None  # this rank may have one over no samples
+                        continue
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                    local_part(parameter.grad.detach()).copy_(room.mul_(factor))
 
     def clear(self) -> None:
         """Be ready for the next step."""
