@@ -21,9 +21,9 @@ from tests.torch.party import Party, await_newcomer
 from torch.distributed.fsdp import fully_shard
 
 from covey.base.errors import ConfigError, PeerLostError
+from covey.proto.replica_agreement import NO_STATE, HeldShard, ReplicaLayout, form
 from covey.torch.training.elastic import Elastic
 from covey.torch.training.replica import ModelReplica
-from covey.torch.training.replicas import NO_STATE, HeldShard, ReplicaLayout, form
 from covey.torch.training.sampler import ElasticSampler
 from covey.torch.training.structure import local_part
 

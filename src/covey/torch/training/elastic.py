@@ -13,6 +13,7 @@ import torch
 from covey.base.errors import ConfigError, GroupChangedError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
+from covey.proto.replica_agreement import NO_STATE
 from covey.runtime.group.internals import is_newcomer, report_for_program, steps_between_checks
 from covey.runtime.joining.generations import MEMBERS_WAIT_SECONDS, ROUND_SECONDS
 from covey.torch.training.drift import compare, digest, from_figures, to_figures
@@ -21,7 +22,7 @@ from covey.torch.training.gradient_buckets import GradientBuckets
 from covey.torch.training.local_sgd import trained_by
 from covey.torch.training.periodic_saves import PeriodicSaves
 from covey.torch.training.replica import WeightedReduceScatter
-from covey.torch.training.replicas import NO_STATE, Replicas
+from covey.torch.training.replicas import Replicas
 from covey.torch.training.sampler import DealtBatch, Pace, by_speed, cut, even
 from covey.torch.training.shadowing import KEPT_BYTES, NewcomerSupport
 from covey.torch.training.structure import hand_over, local_part, share_buffers
@@ -231,7 +232,7 @@ class Elastic(GenerationLoop[list[int]]):
             counted = [each for each in counted if done[each]]
             verdict = self._replicas.agree(counted, self._pace.speed, is_early=is_early, is_due=self._is_due(1))
             if verdict.is_decided:
-                self._speeds = verdict.speeds if self._is_balanced else []
+                self._speeds = self._replicas.speeds if self._is_balanced else []
                 return verdict.counted
             if tuple(counted) != verdict.counted:
                 is_in = out.own in verdict.counted
@@ -327,7 +328,8 @@ class Elastic(GenerationLoop[list[int]]):
     def _may_step(self, replicas: Replicas) -> bool:
         """Tell whether this rank's gradients are still right after what the program did since it called `sync`.
 
-        Clipping needs the norm of the whole replica, so a rank whose replica is torn then gets the state from others.
+        Clipping needs the norm of the whole replica, so if one has lost a rank by then, all of its ranks stay where
+        they are: otherwise two replicas that each lose one of their ranks could leave shards of different steps.
         """
         if not replicas.was_early:
             return True
@@ -335,7 +337,7 @@ class Elastic(GenerationLoop[list[int]]):
             replicas.agree((), self._pace.speed, is_due=replicas.is_due)
         except GroupChangedError:
             self._is_outside = True
-        return self._replica is None or not self._replica.is_torn
+        return replicas.may_step
 
     def keep_checkpoints(self, *, every: int, keep: int = 3, resume: bool = False) -> None:
         """Save the whole training after each `every` steps, on the machines of the run, in the background.

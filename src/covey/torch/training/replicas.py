@@ -1,137 +1,27 @@
-"""Which ranks of a run form replicas of a sharded model, and which of their sums count.
+"""The replicas of a sharded model among the ranks of a run, and the exchanges in which these agree on a step.
 
-The ranks with the same shard are a line: a group in which they sum their gradients, and from which a rank gets its
-shard. A step counts if all lines have summed the gradients of the same replicas. All ranks agree on that in one
-operation of the run's group, which is all or nothing: so either all remaining ranks step their optimizers, or none
-does. A rank without a replica takes part in that operation only, until a replica has room for it.
+`proto.replica_agreement` decides, from what all ranks told in one operation of the run's group. The ranks with the same
+shard are a line: a group in which they sum their gradients, and from which a rank gets its shard. A rank without a
+replica takes part in the exchanges only, until a replica has room for it.
 
-Invariants: every rank computes the same replicas from the same exchange; a replica is in the result of a step with all
-of its shards or with none; a rank whose state is not that of the newest step that all shards have gets that state
-before it trains.
+Invariant: a rank whose state is not that of the newest step that all shards have gets that state before it trains.
 """
 
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from covey.base.errors import ConfigError, PeerLostError
+from covey.base.errors import PeerLostError
+from covey.proto.replica_agreement import NO_STATE, CommonSum, HeldShard, ReplicaLayout, form, judge
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from covey.runtime.group.group import Group
     from covey.torch.training.replica import ModelReplica
-
-NO_STATE: Final = -1
-"""The version of a newcomer's state."""
-
-
-class HeldShard(NamedTuple):
-    """What a rank tells the others before replicas are formed."""
-
-    shard: int
-    shards: int
-    host: str
-    home: int
-    """Which replica of its host it was started for."""
-    version: int
-    """The number of steps that its state has made, or NO_STATE."""
-
-
-class ReplicaLayout(NamedTuple):
-    """The replicas of a group, and whose state counts."""
-
-    replicas: tuple[tuple[int, ...], ...]
-    """Of each replica its ranks, in the order of their shards."""
-    version: int
-    """The newest state that all shards have; NO_STATE if all ranks are newcomers."""
-    lost: tuple[int, ...]
-    """The shards that no rank has any more."""
-
-    def replica_of(self, rank: int) -> int | None:
-        """Return the number of the replica of a rank; None if there was no room for it."""
-        return next((number for number, ranks in enumerate(self.replicas) if rank in ranks), None)
-
-    def has_idle(self, ranks: Iterable[int]) -> bool:
-        """Tell whether some of these ranks have no replica."""
-        return any(self.replica_of(rank) is None for rank in ranks)
-
-
-def form(places: Mapping[int, HeldShard]) -> ReplicaLayout:
-    """Return the replicas that these ranks form: as many as possible, of one home and then of one host if possible.
-
-    Raises:
-        ConfigError: ranks disagree on the number of shards, or nothing was lost and a shard has no rank.
-    """
-    shards = {place.shards for place in places.values()}
-    if len(shards) > 1:
-        told = "; ".join(f"rank {rank} has shards={place.shards}" for rank, place in sorted(places.items()))
-        raise ConfigError(f"a replica must have the same number of shards on all ranks: {told}")
-    (count,) = shards
-    version, lost = _newest(places, count)
-    left = sorted(places, key=lambda rank: (places[rank].version != version, rank))
-    formed: list[tuple[int, ...]] = []
-    for key in (_by_home, _by_host, _any):
-        for ranks in _grouped(left, places, key):
-            by_index = [[rank for rank in ranks if places[rank].shard == index] for index in range(count)]
-            formed += zip(*by_index, strict=False)
-        taken = {rank for ranks in formed for rank in ranks}
-        left = [rank for rank in left if rank not in taken]
-    if not formed and version == NO_STATE:
-        missing = sorted(set(range(count)) - {place.shard for place in places.values()})
-        raise ConfigError(
-            f"no rank has shard {missing[0]} of {count}: start at least {count} processes on a machine, or give each "
-            "its index= in ModelReplica"
-        )
-    return ReplicaLayout(tuple(sorted(formed)), version, lost)
-
-
-def _newest(places: Mapping[int, HeldShard], count: int) -> tuple[int, tuple[int, ...]]:
-    """Return the newest version that all shards have, and the shards without a rank that has any state."""
-    by_index: list[set[int]] = [set() for _ in range(count)]
-    for place in places.values():
-        if place.version != NO_STATE:
-            by_index[place.shard].add(place.version)
-    if not any(by_index):
-        return NO_STATE, ()
-    common = set.intersection(*by_index)
-    if common:
-        return max(common), ()
-    newest = max(version for versions in by_index for version in versions)
-    return newest, tuple(index for index, versions in enumerate(by_index) if newest not in versions)
-
-
-def _by_home(place: HeldShard) -> Hashable:
-    return place.host, place.home
-
-
-def _by_host(place: HeldShard) -> Hashable:
-    return place.host
-
-
-def _any(_: HeldShard) -> Hashable:
-    return 0
-
-
-def _grouped(ranks: Sequence[int], places: Mapping[int, HeldShard], key: Any) -> list[list[int]]:
-    groups: dict[Hashable, list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(key(places[rank]), []).append(rank)
-    return list(groups.values())
-
-
-class CommonSum(NamedTuple):
-    """What all ranks know after a step was summed."""
-
-    counted: tuple[int, ...]
-    """The replicas whose gradients are in the sums of all lines."""
-    is_decided: bool
-    """Whether no line has other gradients in its sums."""
-    speeds: tuple[float, ...]
-    """Of each replica that of its slowest rank; 0 for a replica that has lost a rank."""
 
 
 class Replicas:
@@ -144,6 +34,10 @@ class Replicas:
         """Whether some replica has lost a rank since they were formed. Equal on all ranks after each step."""
         self.must_load = self.is_due = False
         """Whether a shard is on no rank any more; whether a checkpoint is to be saved after this step."""
+        self.may_step = True
+        """Whether all ranks of this rank's replica were in the last exchange, and none was torn."""
+        self.speeds: tuple[float, ...] = ()
+        """Of each replica that of its slowest rank, in the last exchange; 0 for one that has lost a rank."""
         self.was_early = False
         """Whether the last sum was early."""
         self.is_over = False
@@ -256,16 +150,12 @@ class Replicas:
         group.all_reduce(row, op="max")
         there = set(group.contributors)
         self.was_early, self.is_over, self.is_due = (bool(flag) for flag in flags)
-        by_line = lines.reshape(shards, count)
-        common = by_line.min(axis=0)
-        for ranks in self.formation.replicas:
-            if not there.issuperset(ranks) or torn[list(ranks)].any():
-                self.is_broken = True
-        return CommonSum(
-            tuple(np.flatnonzero(common).tolist()),
-            bool((by_line == common).all()),
-            tuple(float(speeds[list(ranks)].min()) for ranks in self.formation.replicas),
-        )
+        by_line = (lines.reshape(shards, count) > 0).tolist()
+        common = judge(self.formation, by_line, set(np.flatnonzero(torn).tolist()), there)
+        self.is_broken |= len(common.whole) < count
+        self.may_step = self.number in common.whole
+        self.speeds = tuple(float(speeds[list(ranks)].min()) for ranks in self.formation.replicas)
+        return common
 
     def close(self) -> None:
         """Close the groups of the replicas that were formed."""
