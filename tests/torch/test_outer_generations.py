@@ -197,6 +197,29 @@ def test_what_is_trained_for_the_first_time_is_averaged_exactly_also_if_changes_
     assert covey.testing.run_threads(2, body) == [[0.5, 0.5], [-0.5, -0.5]]
 
 
+@pytest.mark.parametrize("compress", [None, "fp16"])
+def test_ranks_that_enter_a_generation_between_two_averages_keep_what_they_have_changed(compress: str | None) -> None:
+    def body(group: Group) -> tuple[list[float], list[float]]:
+        torch.manual_seed(group.rank)
+        model = torch.nn.Linear(3, 1, bias=False)
+        local = LocalSGD(model, every=2, compress=compress, generations=True)
+        local.enter(group)
+        start = model.weight.detach().clone()
+        for step in range(2):
+            with torch.no_grad():
+                model.weight += group.rank + 1.0
+            if step == 0:
+                local.step()
+                local.enter(group)
+        assert local.step()
+        return start.flatten().tolist(), model.weight.flatten().tolist()
+
+    (start, first), (other, second) = covey.testing.run_threads(2, body)
+    assert start == other
+    assert first == second
+    assert first == pytest.approx([value + 3.0 for value in start], abs=0.01)
+
+
 def test_own_pace_is_for_generations() -> None:
     model = model_of(0)
     with pytest.raises(ConfigError, match="own_pace=True needs generations=True"):

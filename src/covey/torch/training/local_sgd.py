@@ -67,7 +67,8 @@ class LocalSGD:
         if self._generations is None:  # else enter gives newcomers what they need
             copy_from_first(model, process_group)
         self._anchors: dict[str, torch.Tensor] = {}
-        """With `compress`, by name of the parameter: its value after the last average, which is equal on all ranks."""
+        """By name of the parameter: its value after the last average, which is equal on all ranks. With `compress`, or
+        generations."""
         self._anchor(model.named_parameters())
 
     def enter(self, group: Group, extra: Mapping[str, Any] | None = None) -> None:
@@ -79,10 +80,9 @@ class LocalSGD:
             raise ConfigError("enter() is for LocalSGD(..., generations=True)")
         self._generations.enter(group)
         self._is_ending = False
-        report = hand_over(group, self._model, {"local": _Steps(self), **(extra or {})})
+        report = hand_over(group, torch.nn.Module(), {"local": _Agreed(self), **(extra or {})})
         if group.rank in report.receivers:
             self._generations.forget()
-            self._anchor(self._model.named_parameters())
 
     @property
     def change_pending(self) -> bool:
@@ -99,8 +99,8 @@ class LocalSGD:
         if self._steps % self._every or self._is_ending:
             return False
         trained = whole_parameters(self._model.named_parameters())
-        changed = {name: p for name, p in trained.items() if name in self._anchors}  # others were added since
-        if whole := [parameter for name, parameter in trained.items() if name not in changed]:
+        changed = {name: p for name, p in trained.items() if self._is_compressed and name in self._anchors}
+        if whole := [p for name, p in trained.items() if name not in changed]:  # all, or those that were added since
             self._average(whole)
         if changed:
             self._average_changes(changed)
@@ -111,7 +111,7 @@ class LocalSGD:
         return True
 
     def _anchor(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        if self._is_compressed:
+        if self._is_compressed or self._generations is not None:
             self._anchors |= {name: parameter.detach().clone() for name, parameter in named}
 
     def _average(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -165,17 +165,32 @@ class LocalSGD:
         self._steps = state["steps"]
 
 
-class _Steps:
-    """The position of a LocalSGD, for newcomers."""
+class _Agreed:
+    """What all ranks of a LocalSGD hold alike, whatever they have changed since the last average."""
 
     def __init__(self, local: LocalSGD) -> None:
         self._local = local
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._local._steps}
+        local = self._local
+        held = {**dict(local._model.named_parameters()), **local._anchors}
+        values = {name: held[name].detach().clone() for name, _ in local._model.named_parameters()}
+        return {"steps": local._steps, "values": values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._local._steps = state["steps"]
+        """Take the values of the others as parameters; a rank that has them already keeps what it has changed since."""
+        local, values = self._local, state["values"]
+        local._steps = state["steps"]
+        if all(
+            torch.equal(value, own) for name, value in values.items() if (own := local._anchors.get(name)) is not None
+        ):
+            return
+        with torch.no_grad():
+            for name, parameter in local._model.named_parameters():
+                if name in values:
+                    parameter.copy_(values[name])
+        local._anchors = {}
+        local._anchor(local._model.named_parameters())
 
 
 def whole_parameters(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.nn.Parameter]:
