@@ -11,6 +11,10 @@ import pytest
 from tests.support import forked
 from tests.support.waiting import DEADLINE
 
+from covey.lab.bench.train import measure
+from covey.lab.bench.train_courses import TrainCase
+from covey.testing.netns import permitted
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -58,5 +62,19 @@ def test_training_is_compared_over_a_shaped_line(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(each["points"] for each in courses)
     assert "polyline" in picture.read_text()
-    shown = bench("train", "--show", f"--add={file}")
+    before = file.read_bytes()
+    shown = bench("train", "--quick", "--models=lora", f"--ways={ways}", f"--add={file}")  # nothing is missing
     assert "train_together" in shown
+    assert "min left" not in shown
+    assert file.read_bytes() == before
+    assert "train_together" in bench("train", "--show", f"--add={file}")
+
+
+@pytest.mark.thorough
+def test_a_machine_is_lost_and_back_while_three_uneven_ones_train() -> None:
+    if reason := permitted():
+        pytest.skip(reason)
+    case = TrainCase("lora", "loss", "together", 100, 0, 3, 12.0)
+    (course,) = measure([case], lambda _: None, pytest.fail)
+    assert course.case == case
+    assert course.points[-1][0] > 6

@@ -357,42 +357,60 @@ def calls(
 
 @app.command()
 def train(
-    models: Annotated[str, typer.Option(help="mlp, attention, lora, separated by commas.")] = "mlp",
-    lines: Annotated[str, typer.Option(help="Speeds of lines in Mbit/s, separated by commas.")] = "100",
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    models: Annotated[str, typer.Option(help="mlp, attention, lora, separated by commas.", show_default="mlp")] = "",
+    lines: Annotated[str, typer.Option(help="Mbit/s of lines, separated by commas.", show_default="100")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.", show_default="0")] = "",
     ways: Annotated[str, typer.Option(help="Ways to train, separated by commas.", show_default="all")] = "",
     ranks: Annotated[int, typer.Option("-n", metavar="N", help="Machines, a core each.")] = 2,
     seconds: Annotated[float | None, typer.Option(help="Of each training.", show_default="60")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short trainings: to try it, not to compare.")] = False,
-    add: Annotated[Path | None, typer.Option(help="Add the courses to this JSON file, and show all in it.")] = None,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="The whole proof on two cores: also uneven machines, a loss, LoRA; two hours."),
+    ] = False,
+    add: Annotated[
+        Path | None, typer.Option(help="Add each course to this JSON file; what it has is not measured again.")
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Measure nothing: show what is in the file of --add.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the losses here, as SVG.", dir_okay=False)] = None,
 ) -> None:
     """Measure how much faster machines train together than one alone. Linux, as root."""
     from covey.lab.bench import train as trials
+    from covey.lab.bench import train_courses as results
+    from covey.net.host.folders import write_private
 
     require_torch("covey bench train")
     if show and add is None:
         raise ConfigError("--show needs the file of --add")
+    if everything and (models or lines or seeds or ways or ranks != 2):
+        raise ConfigError("--all has its own models, lines, seeds, ways and machines: leave these options out")
+    lasting = seconds or (3.0 if quick else 60.0)
     trial = trials.TrainTrial(
-        models=tuple(parse_names(models)),
-        lines=parse_numbers("--lines", lines),
-        seeds=tuple(int(word) for word in parse_names(seeds)),
-        ways=tuple(word.strip() for word in ways.split(",")) if ways else trials.WAYS,
-        seconds=seconds or (3.0 if quick else 60.0),
+        models=tuple(parse_names(models or "mlp")),
+        lines=parse_numbers("--lines", lines or "100"),
+        seeds=parse_numbers("--seeds", seeds or "0"),
+        ways=parse_names(ways),
+        seconds=lasting,
         size=ranks,
     )
     console = Console()
-    courses = trials.from_json(json.loads(add.read_text())) if add is not None and add.exists() else []
+    courses = results.from_json(json.loads(add.read_text())) if add is not None and add.exists() else []
+    failures: list[str] = []
     if not show:
+        has = {course.case for course in courses}
+        cases = [case for case in (trials.proof(lasting) if everything else trial.cases()) if case not in has]
         with cleaning_up_on(signal.SIGTERM, signal.SIGHUP), working("starting", console=console) as tell:
-            courses += trials.measure(trial, tell or (lambda text: console.print(text, highlight=False)))
-    if add is not None:
-        add.write_text(json.dumps(trials.as_json(courses)))
-    console.print(trials.table(trials.rows(courses)))
+            say = tell or (lambda text: console.print(text, highlight=False, soft_wrap=True))
+            for course in trials.measure(cases, say, failures.append):
+                courses.append(course)
+                if add is not None:
+                    write_private(add.absolute(), json.dumps(results.as_json(courses)).encode())
+    console.print(results.table(results.rows(courses)))
     if plot is not None:
-        plot.write_text(trials.draw(courses))
+        plot.write_text(results.draw(courses))
         console.print(f"wrote {plot}", highlight=False)
+    if failures:
+        raise ConfigError("\n".join([f"{len(failures)} runs have no course:", *failures]))
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import sysconfig
 import time
@@ -21,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import covey.torch
-from covey.lab.bench.train import TrainOrder
+from covey.lab.bench.train import OTHER_PACKAGES, TrainOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 TEXT_BYTES: Final = 6_000_000
 HELD_OUT: Final = 300_000
@@ -125,7 +126,11 @@ class Copies:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() - self._begun - self._looked >= self._seconds
+        return self.is_past(self._seconds)
+
+    def is_past(self, seconds: float) -> bool:
+        """Tell whether the training has lasted so long; 0 is never over."""
+        return 0 < seconds <= time.monotonic() - self._begun - self._looked
 
     def look(self, samples: int, model: nn.Module, agreed: Any) -> None:
         """Keep a copy if it is time for one; the time that this takes does not count."""
@@ -150,6 +155,21 @@ class Copies:
                     parameter.copy_(copy)
                 found.append((at, samples, float(loss_of(model(inputs), targets))))
         return found
+
+
+class Slowness:
+    """Makes a machine slower than its core: it sleeps after what it has computed."""
+
+    def __init__(self, speed: float) -> None:
+        """`speed` is the part of a core that it computes with."""
+        self._slower, self._begun = 1 / speed - 1, 0.0
+
+    def begin(self) -> None:
+        self._begun = time.thread_time()
+
+    def end(self) -> None:
+        if self._slower > 0:
+            time.sleep(self._slower * (time.thread_time() - self._begun))
 
 
 def loss_of(guesses: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -179,14 +199,19 @@ def train(order: TrainOrder) -> list[tuple[float, int, float]]:
 def _together(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimizer, data: Windows) -> Copies:
     loader = DataLoader(data, batch_size=order.batch * order.size, shuffle=True, collate_fn=lambda pair: pair)
     together = covey.torch.train_together(
-        model, optimizer, loader, epochs=1000, seed=order.seed, run=BENCH_RUN, min_size=order.size, timeout=120
-    )
-    course, way = None, ""
+        model, optimizer, loader, epochs=1000, seed=order.seed, exact=order.exact, run=BENCH_RUN, min_size=order.least,
+        timeout=120,
+    )  # fmt: skip
+    course, way, pace = None, "", Slowness(order.speed)
     for inputs, targets in together:
         course = course or Copies(order)  # the start does not count
         if course.is_over and order.rank == 0:
             break
+        if course.is_past(order.lost_after):
+            os.kill(os.getpid(), signal.SIGKILL)
+        pace.begin()
         loss_of(model(inputs), targets).backward()
+        pace.end()
         together.step()
         if together.way != way:
             way = together.way
@@ -199,11 +224,20 @@ def _together(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimi
 
 def _apart(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimizer, data: Windows) -> Copies:
     """Train in a way that does not choose."""
+    if order.way in OTHER_PACKAGES:
+        from covey.lab.bench.train_others import other
+
+        with other(order, model, optimizer) as training:
+            return _loop(order, model, training.optimizer, data, agreed=training.agreed)
     trained: nn.Module = model
     diloco = None
     if order.way != "alone":
         kind = "gloo" if order.way == "gloo" else "covey"
-        method = os.environ["BENCH_GLOO"] if kind == "gloo" else f"covey://{BENCH_RUN}?size={order.size}&timeout=120"
+        method = (
+            f"tcp://{os.environ['BENCH_FIRST']}:29511"
+            if kind == "gloo"
+            else f"covey://{BENCH_RUN}?size={order.size}&timeout=120"
+        )
         place = {"rank": order.rank, "world_size": order.size} if kind == "gloo" else {}
         dist.init_process_group(kind, init_method=method, **place)
     if order.way in ("gloo", "ddp", "ddp int8", "bound"):
@@ -213,13 +247,29 @@ def _apart(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimizer
     if order.way == "diloco":
         diloco = covey.torch.DiLoCo(model, optimizer, every=20, fragments=4, overlap=True, compress="int8")
     agreed = contextlib.nullcontext if diloco is None else diloco.outer_parameters
+    return _loop(order, trained, optimizer, data, agreed=agreed, after_step=None if diloco is None else diloco.step)
+
+
+def _loop(
+    order: TrainOrder,
+    model: nn.Module,
+    optimizer: Any,
+    data: Windows,
+    *,
+    agreed: Any,
+    after_step: Callable[[], object] | None = None,
+) -> Copies:
+    """Train until the time of the lowest rank is over."""
     course, of_all = Copies(order), order.batch * (1 if order.way == "alone" else order.size)
+    pace = Slowness(order.speed)
     for steps, (inputs, targets) in enumerate(batches(order, data), 1):
         optimizer.zero_grad()
-        loss_of(trained(inputs), targets).backward()
+        pace.begin()
+        loss_of(model(inputs), targets).backward()
+        pace.end()
         optimizer.step()
-        if diloco is not None:
-            diloco.step()
+        if after_step is not None:
+            after_step()
         if order.rank == 0:
             course.look(steps * of_all, model, agreed)
             if course.is_over:
@@ -231,7 +281,8 @@ def main() -> None:
     """Train as the order on the command line says, and print the course as JSON."""
     order = TrainOrder(**json.loads(sys.argv[1]))
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, [cores[order.rank % len(cores)]])
+    if order.size <= len(cores):  # more machines than cores share all of them
+        os.sched_setaffinity(0, [cores[order.rank]])
     torch.set_num_threads(1)
     print(json.dumps(train(order)), flush=True)
     os._exit(0)  # the other ranks still train, and are ended by the parent

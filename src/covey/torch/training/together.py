@@ -97,7 +97,7 @@ class TrainTogether(GenerationLoop[Any]):
         self._batch, shuffle = _of_loader(loader)
         sampler = ElasticSampler(len(cast("Any", loader.dataset)), shuffle=shuffle, seed=seed)
         of_diloco = dict.fromkeys(("optimizer", "diloco", "outer"))  # which passes them on
-        shared = {"together": _Shared(self), "scheduler": scheduler, **of_diloco}
+        shared = {"together": _SharedPosition(self), "scheduler": scheduler, **of_diloco}
         super().__init__(sampler, epochs, shared, extra, run=run, **options)
         self._model, self._optimizer, self._scheduler, self._loader = model, optimizer, scheduler, loader
         self._is_exact = exact
@@ -454,7 +454,7 @@ class TrainTogether(GenerationLoop[Any]):
                 tensor.copy_(mean)
 
 
-class _Shared:
+class _SharedPosition:
     """The position of a training, for newcomers."""
 
     def __init__(self, together: TrainTogether) -> None:
