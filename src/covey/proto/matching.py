@@ -23,6 +23,7 @@ import numpy as np
 from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
 from covey.base.numbers import ANY, BULK, REALTIME
 from covey.proto.message import (
+    Allocator,
     ArrivingMessage,
     MessageInfo,
     MessageSend,
@@ -31,6 +32,7 @@ from covey.proto.message import (
     Probe,
     Receive,
     Received,
+    new_bytes,
 )
 from covey.proto.message_link import DEFAULT_MESSAGE_SIZES, MessageLink, MessageSizes
 from covey.wire import message_header as wire
@@ -51,8 +53,12 @@ RESERVED_TAGS: Final = 1 << 62
 class Matcher:
     """The messages of one rank: matches, credit and payloads with every peer."""
 
-    def __init__(self, rank: int, size: int, sizes: MessageSizes = DEFAULT_MESSAGE_SIZES) -> None:
+    def __init__(
+        self, rank: int, size: int, sizes: MessageSizes = DEFAULT_MESSAGE_SIZES, allocate: Allocator = new_bytes
+    ) -> None:
+        """`allocate` returns the memory of payloads that are received without `out`."""
         self.rank, self.size, self.sizes = rank, size, sizes
+        self._allocate = allocate
         self.completed: list[Operation] = []
         """Operations that are over; the driver takes them out."""
         self.ready: set[int] = set()
@@ -189,7 +195,7 @@ class Matcher:
         else:
             arrival.receive = operation.arrival = None
             if arrival.store is None:
-                arrival.allocate()
+                arrival.allocate(self._allocate)
             self.arrived(arrival)
         return True
 
@@ -211,7 +217,7 @@ class Matcher:
             arrival.target, arrival.filled, arrival.is_landed, arrival.is_matched = data.data, data.nbytes, True, True
         arrival.receive = receive.arrival = receive.result = None
         if arrival.store is None:
-            arrival.allocate()
+            arrival.allocate(self._allocate)
         self.arrived(arrival)
 
     # Bytes
@@ -322,7 +328,7 @@ class Matcher:
         # Copied even if it is large: one thread may send to itself first and receive afterwards.
         header = MessageHeader(wire.EAGER, 0, len(send.view), send.tag, send.is_object, send.dtype_code, send.shape)
         arrival = ArrivingMessage(self.rank, header, next(self.order))
-        arrival.allocate()
+        arrival.allocate(self._allocate)
         arrival.target[:] = send.view
         arrival.filled, arrival.is_landed = len(send.view), True
         self.end(send)
@@ -347,7 +353,7 @@ class Matcher:
             self._match(arrival, receive)
             return
         if arrival.header.kind == wire.EAGER and arrival.store is None:
-            arrival.allocate()
+            arrival.allocate(self._allocate)
         queue = self._unmatched.setdefault((source, tag), deque())
         queue.append(arrival)
         if len(queue) > 1 and queue[-2].order > arrival.order:  # it comes back from a cancelled receive
@@ -359,12 +365,12 @@ class Matcher:
                 self.end(probe)
 
     def _match(self, arrival: ArrivingMessage, receive: Receive) -> None:
-        error = receive.refusal(arrival) or _place(arrival, receive)
+        error = receive.refusal(arrival) or self._place(arrival, receive)
         if error is not None:
             self.end(receive, error)
             arrival.is_dropped = True
             if arrival.store is None and arrival.header.kind == wire.EAGER:
-                arrival.allocate()  # its bytes follow, although they are dropped
+                arrival.allocate(self._allocate)  # its bytes follow, although they are dropped
         else:
             receive.arrival, arrival.receive = arrival, receive
         if arrival.source != self.rank:
@@ -372,6 +378,21 @@ class Matcher:
         arrival.is_matched = True
         if error is None and arrival.is_landed:
             self.deliver(arrival)
+
+    def _place(self, arrival: ArrivingMessage, receive: Receive) -> MismatchError | None:
+        """Choose where the payload lands, unless that is known; return the error if there is no memory for it."""
+        if arrival.store is None:
+            if receive.out is not None:
+                arrival.target = receive.out
+            else:
+                try:
+                    arrival.allocate(self._allocate)
+                except MemoryError:
+                    return MismatchError(
+                        f"the message from rank {arrival.source} with tag {arrival.header.tag} has "
+                        f"{arrival.header.payload_bytes} bytes, and there is no memory for it; it is consumed"
+                    )
+        return None
 
     def deliver(self, arrival: ArrivingMessage) -> None:
         """End the receive of a message whose payload is here."""
@@ -414,22 +435,6 @@ def _earliest(unmatched: dict[_Key, deque[ArrivingMessage]], source: int, tag: i
         if source in (ANY, from_rank) and (tag == with_tag or (tag == ANY and with_tag < RESERVED_TAGS))
     ]
     return min(heads, key=lambda arrival: arrival.order, default=None)
-
-
-def _place(arrival: ArrivingMessage, receive: Receive) -> MismatchError | None:
-    """Choose where the payload lands, unless that is known; return the error if there is no memory for it."""
-    if arrival.store is None:
-        if receive.out is not None:
-            arrival.target = receive.out
-        else:
-            try:
-                arrival.allocate()
-            except MemoryError:
-                return MismatchError(
-                    f"the message from rank {arrival.source} with tag {arrival.header.tag} has "
-                    f"{arrival.header.payload_bytes} bytes, and there is no memory for it; it is consumed"
-                )
-    return None
 
 
 _Key: TypeAlias = tuple[int, int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,10 +13,20 @@ from covey.proto.message_stream import Landing, Payload
 from covey.wire import message_header as wire
 from covey.wire.message_header import MessageHeader
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 HEADER_COST: Final = 256
 """The credit that a message takes besides its payload, so that empty messages are bounded too."""
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+Allocator: TypeAlias = "Callable[[int], Bytes]"
+"""Returns an array of so many bytes, of any content; MemoryError if there is no memory for it."""
 _NOWHERE: Final = memoryview(b"")
+
+
+def new_bytes(nbytes: int) -> Bytes:
+    """Return an array of so many bytes from numpy."""
+    return np.empty(nbytes, np.uint8)
 
 
 class Received(NamedTuple):
@@ -159,9 +169,9 @@ class ArrivingMessage(Landing):
         dtype = None if header.is_object else DTYPES[header.dtype_code]
         return MessageInfo(self.source, header.tag, header.payload_bytes, header.is_object, dtype, header.shape)
 
-    def allocate(self) -> None:
+    def allocate(self, take: Allocator) -> None:
         """Give the payload memory of its own; what has landed moves there."""
-        self.store = np.empty(self.header.payload_bytes, np.uint8)
+        self.store = take(self.header.payload_bytes)
         store = self.store.data
         store[: self.filled] = self.target[: self.filled]
         self.target = store

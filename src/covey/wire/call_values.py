@@ -60,6 +60,9 @@ class Converter(Protocol):
     def to_wire(self, value: Any) -> tuple[Array, bool] | Reference | None:
         """Return an array over a tensor's memory and True, or a reference; None if the value is neither."""
 
+    def memory(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return an array of so many bytes, of any content, for a copy that is sent."""
+
     def tensor(self, array: Array) -> Any:
         """Return a tensor over the memory of an array; the array itself where torch is not loaded."""
 
@@ -76,9 +79,10 @@ class Converter(Protocol):
 def _to_extension(parts: list[Any], handles: list[PassedHandle], converter: Converter, value: Any) -> Ext:
     """Return what stands in the body for a value that msgspec does not know; add the memory of a large array."""
     if isinstance(value, np.ndarray):
-        return _pack_array(parts, value.view(np.ndarray) if type(value) is not np.ndarray else value, _PLAIN_ARRAY)
+        array = value.view(np.ndarray) if type(value) is not np.ndarray else value
+        return _pack_array(parts, array, _PLAIN_ARRAY, converter)
     if isinstance(value, np.generic):
-        return _pack_array(parts, np.asarray(value), _NUMPY_SCALAR)
+        return _pack_array(parts, np.asarray(value), _NUMPY_SCALAR, converter)
     found = converter.to_wire(value)
     if isinstance(found, Reference):
         name = printable(found.type_name, _TYPE_NAME_LIMIT).encode()
@@ -93,14 +97,17 @@ def _to_extension(parts: list[Any], handles: list[PassedHandle], converter: Conv
             f"cannot send a {type(value).__module__}.{type(value).__qualname__}: calls take what msgspec encodes "
             "(numbers, text, bytes, containers, dataclasses, dates), arrays and tensors, and node.export(obj)"
         )
-    return _pack_array(parts, found[0], _TENSOR)
+    return _pack_array(parts, found[0], _TENSOR, converter)
 
 
-def _pack_array(parts: list[Any], array: Array, form: int) -> Ext:
+def _pack_array(parts: list[Any], array: Array, form: int, converter: Converter) -> Ext:
     code = dtype_code(array.dtype.newbyteorder("="))
     if array.ndim > MAX_MESSAGE_NDIM:
         raise TypeError(f"cannot send an array of {array.ndim} dimensions (at most {MAX_MESSAGE_NDIM})")
-    array = np.ascontiguousarray(array.astype(DTYPES[code], copy=False)).reshape(array.shape)
+    if array.dtype != DTYPES[code] or not array.flags.c_contiguous:
+        copy = converter.memory(array.size * DTYPES[code].itemsize).view(DTYPES[code]).reshape(array.shape)
+        copy[...] = array
+        array = copy
     prefix = struct.pack(f"<BBB{array.ndim}Q", form, code, array.ndim, *array.shape)
     if array.nbytes < PART_BYTES or len(parts) >= CALL_PARTS_LIMIT:
         return Ext(_ARRAY_CODE, prefix + array.tobytes())

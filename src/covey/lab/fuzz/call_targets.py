@@ -31,6 +31,10 @@ class PlainConverter:
         """Return a reference for a double."""
         return Reference(True, 7, "Double") if isinstance(value, HandleDouble) else None
 
+    def memory(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return an array from numpy."""
+        return np.empty(nbytes, np.uint8)
+
     def tensor(self, array: Any) -> Any:
         """Return the array."""
         return array

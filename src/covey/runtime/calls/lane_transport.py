@@ -9,12 +9,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from covey.base.errors import ClosedError, MismatchError, PeerLostError, RemoteProtocolError
 from covey.proto.calling.tags import ANSWER_PARTS
 from covey.runtime import loop as control
 from covey.runtime.calls.lanes import CallLanes
+from covey.runtime.pool import pool
 from covey.wire.versions import PASSED_HANDLES
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ class LaneTransport:
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
         """Receive the parts of a payload; see `CallTransport.fetch_parts`."""
         try:
-            parts = [np.empty(size, np.uint8) for size in sizes]
+            parts = [pool.take(size) for size in sizes]
             messenger = self._large.messenger()
         except MemoryError:
             self.refuse_parts(peer, tag, len(sizes))

@@ -23,6 +23,7 @@ from covey.proto.references import ReferenceCounts
 from covey.runtime import loop as control
 from covey.runtime.buffers import as_array
 from covey.runtime.calls.functions import CallableFunction, callable_function
+from covey.runtime.pool import Bytes, pool
 from covey.wire.call_values import Reference
 from covey.wire.calls import OBJECT_KEY_BYTES, PassedHandle, ReferenceClaim, ReferenceMessage, ReferenceRelease
 
@@ -235,6 +236,10 @@ class TensorConverter:
         if torch is not None and isinstance(value, torch.Tensor):
             return as_array(value.detach()), True
         return None
+
+    def memory(self, nbytes: int) -> Bytes:
+        """Return memory for a copy that is sent."""
+        return pool.take(nbytes)
 
     def tensor(self, array: Array) -> Any:
         """Return a tensor over the memory of an array; the array itself where torch is not loaded."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from covey.base.errors import PeerLostError
+from covey.runtime.pool import Bytes, pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -165,7 +166,7 @@ class Loopback(BackgroundTransport):
 
     def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int) -> None:
         """Keep copies of the parts of a payload; before the message that they belong to."""
-        self._parts.setdefault(tag, deque()).append([np.frombuffer(part, np.uint8).copy() for part in parts])
+        self._parts.setdefault(tag, deque()).append([_copy_of(np.frombuffer(part, np.uint8)) for part in parts])
 
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
         """Take the parts of a payload."""
@@ -191,3 +192,9 @@ class Loopback(BackgroundTransport):
 
     def shut(self) -> None:
         """Do nothing: there is nothing to free."""
+
+
+def _copy_of(part: Bytes) -> Bytes:
+    copy = pool.take(part.nbytes)
+    copy[:] = part
+    return copy

@@ -24,6 +24,7 @@ from covey.runtime.messages.lane_poll import LanePoll
 from covey.runtime.messages.lane_renewal import LaneOpening, LaneRenewal
 from covey.runtime.messages.lending import LendingLock, StreamLending
 from covey.runtime.messages.pending_works import PendingWorks, end, late_error
+from covey.runtime.pool import pool
 from covey.runtime.work import Work
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Messenger:
         """
         self._rank, self._size, self._name = rank, size, name
         self._fault, self._told = fault, told
-        self._matcher = Matcher(rank, size, sizes)
+        self._matcher = Matcher(rank, size, sizes, pool.take)
         self._pending = PendingWorks(self._matcher)
         self._lending = StreamLending(self._matcher, self._pending, name)
         self._lock = LendingLock(self._lending) if self._lends else threading.Lock()
