@@ -20,7 +20,7 @@ from covey.runtime import loop as control
 from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.node import node_of
 from covey.runtime.lanes.table import REPLACEMENT, LaneTable
-from covey.runtime.lanes.tuning import stream_trials
+from covey.runtime.lanes.tuning import trials
 from covey.runtime.lanes.tuning.moves import RETIRE_CHECK_EVERY, LaneMoves
 from covey.testing.threads import run_threads
 from covey.wire import messages
@@ -182,10 +182,10 @@ def test_a_replacement_is_offered_again_to_an_end_that_does_not_use_the_last_one
 
 def test_nothing_is_tried_with_a_set_number_or_limit_or_over_other_lanes() -> None:
     auto = GroupConfig(lanes="secure")
-    assert stream_trials.may_try_streams(auto)
+    assert trials.may_try_streams(auto)
     changes: tuple[dict[str, Any], ...] = ({"streams": "4"}, {"limit": 10_000_000}, {"lanes": "quic"}, {"lanes": "tcp"})
     for change in changes:
-        assert not stream_trials.may_try_streams(dataclasses.replace(auto, **change))
+        assert not trials.may_try_streams(dataclasses.replace(auto, **change))
 
 
 def test_a_replacement_with_more_streams_than_descriptors_is_refused_and_the_lane_stays(
@@ -214,9 +214,9 @@ def test_a_replacement_with_more_streams_than_descriptors_is_refused_and_the_lan
 
 def test_more_streams_than_half_of_the_descriptors_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "left", lambda: 7)
-    monkeypatch.setattr(stream_trials, "FAR_ROUND_TRIP", 0.0)
-    monkeypatch.setattr(stream_trials, "WINDOW_SECONDS", 1e-6)  # loopback is hardly ever busy
-    monkeypatch.setattr(stream_trials, "LEAST_SENDING_SHARE", 0.0)
+    monkeypatch.setattr(trials, "FAR_ROUND_TRIP", 0.0)
+    monkeypatch.setattr(trials, "WINDOW_SECONDS", 1e-6)  # loopback is hardly ever busy
+    monkeypatch.setattr(trials, "LEAST_SENDING_SHARE", 0.0)
 
     def body(group: Group) -> None:
         node: Any = node_of(group)

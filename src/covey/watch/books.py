@@ -14,7 +14,7 @@ from covey.watch.run_book import RunBook
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from covey.watch.answers import HeardProcess, LookRound, MachineHeard
+    from covey.watch.asking import HeardProcess, LookRound, MachineHeard
     from covey.watch.overview import Moment
 
 ENDED_SECONDS: Final = 600.0

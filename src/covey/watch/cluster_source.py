@@ -23,12 +23,15 @@ from covey.net.host.saved_runs import past_runs
 from covey.net.keys import charter, owner, trust
 from covey.net.keys.identity import id_text, machine_name, own_machine, short_id
 from covey.runtime.metrics.inspection import NETWORK, OUTPUT, PROGRESS, READINGS, REPORTS
-from covey.watch.answers import HeardProcess, LookRound, MachineHeard, RunEnd
 from covey.watch.asking import (
     ANSWER_SECONDS,
     CHECKPOINT_ASK_SECONDS,
     EventNumbers,
+    HeardProcess,
+    LookRound,
+    MachineHeard,
     Pauses,
+    RunEnd,
     has_pages,
     read_progress,
     read_readings,

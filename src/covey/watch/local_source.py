@@ -19,12 +19,15 @@ from covey.runtime.metrics.flight import fault_of
 from covey.runtime.metrics.inspection import PROGRESS, REPORTS
 from covey.runtime.peers.local_visit import LocalVisit
 from covey.runtime.views.process_table import ProcessStatus
-from covey.watch.answers import HeardProcess, LookRound, MachineHeard, RunEnd
 from covey.watch.asking import (
     ANSWER_SECONDS,
     CHECKPOINT_ASK_SECONDS,
     EventNumbers,
+    HeardProcess,
+    LookRound,
+    MachineHeard,
     Pauses,
+    RunEnd,
     has_pages,
     read_progress,
     read_reports,
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
     from covey.net.host.runs import LocalRunFound
-    from covey.watch.answers import Process
+    from covey.watch.asking import Process
     from covey.wire.progress import RankProgress, Readings, ReportRow
 
 ROUND_LINK_SECONDS: Final = 0.3

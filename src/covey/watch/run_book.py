@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from covey.base.numbers import operation_name
 from covey.base.version import __version__
 from covey.watch import verdict
-from covey.watch.curves import Curves
 from covey.watch.happenings import TimeLine
 from covey.watch.overview import Moment, RankSeen, RunSeen
-from covey.watch.rates import SPELL_SECONDS, STEADY_RATE_SECONDS, Counters, LinkBook
+from covey.watch.rates import SPELL_SECONDS, STEADY_RATE_SECONDS, Counters, Curves, LinkBook
 from covey.watch.waits import RankPosition, SlowLink, long_operation, slow_link, slow_rank, waits
 from covey.wire.messages import RANKS_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from covey.watch.answers import HeardProcess, RunEnd
+    from covey.watch.asking import HeardProcess, RunEnd
     from covey.watch.overview import RankState, RunState
     from covey.watch.waits import LinkLoad, Waits
     from covey.wire.progress import RankProgress, ReportRow

@@ -54,7 +54,7 @@ from covey.runtime.joining import node as member_node
 from covey.runtime.keeper import keeper, local_keeper, output, supervisor
 from covey.runtime.lanes import connections, rings
 from covey.runtime.lanes import kinds as lane_kinds
-from covey.runtime.lanes.tuning import path_monitor, rate_limits, stream_trials, stripes, trials
+from covey.runtime.lanes.tuning import path_monitor, rate_limits, stripes, trials
 from covey.runtime.links import sockets
 from covey.runtime.messages import driving_thread, lane_poll, shared_driving
 from covey.runtime.metrics import flight, samples, spans
@@ -203,9 +203,10 @@ HELD = {
         f"carried the whole transfer, or {size(in_source('native/striped.c', 'AHEAD_BYTES'))} of it",
         f"{size(path_monitor.TRIAL_BYTES)} reaches {spelled(stripes.LEAST_NETWORK_SHARE)} of what the lane does. After "
         f"{size(stripes.JUDGED_BYTES)} the striped lane must do {spelled(trials.CLEAR_GAIN - 1)} more",
-        f"{spelled(stream_trials.LOOKS).capitalize()} speeds against all before",
-        f"Each of {spelled(stream_trials.LOOKS)} speeds must be {spelled(trials.CLEAR_GAIN - 1)} above the best of the "
-        f"last {spelled(stream_trials.REMEMBERED)}",
+        f"{spelled(trials.LOOKS).capitalize()} speeds against all before",
+        f"Each of {spelled(trials.LOOKS)} speeds must be {spelled(trials.CLEAR_GAIN - 1)} above the best "
+        "of the "
+        f"last {spelled(trials.REMEMBERED)}",
         f"With records of {size(seal.SEALED_RECORD_LIMIT)}, all streams but one waited",
         f"With records of {size(seal.SPREAD_RECORD_LIMIT)} they moved",
         f"Lanes with one or {spelled(seal.FEW_STREAMS)} streams",
@@ -398,13 +399,14 @@ HELD = {
         f"begins with {lane_kinds.STREAMS_BY_ROUND_TRIP[0][1]} or {lane_kinds.HELPED_STREAMS} below a round trip of "
         f"{ms(lane_kinds.STREAMS_BY_ROUND_TRIP[0][0])}, {lane_kinds.STREAMS_BY_ROUND_TRIP[1][1]} below "
         f"{ms(lane_kinds.STREAMS_BY_ROUND_TRIP[1][0])}, and {lane_kinds.STREAMS_FAR} from there on",
-        f"round trip is {ms(stream_trials.FAR_ROUND_TRIP)} or longer, a lane that is sending for "
-        f"{spelled(stream_trials.LEAST_SENDING_SHARE)} of the time or more tries "
-        f"{times(stream_trials.GROWTH)} as many, up to "
+        f"round trip is {ms(trials.FAR_ROUND_TRIP)} or longer, a lane that is sending for "
+        f"{spelled(trials.LEAST_SENDING_SHARE)} of the time or more tries "
+        f"{times(trials.GROWTH)} as many, up to "
         f"{settings.STREAMS_LIMIT}",
-        f"if {spelled(stream_trials.LOOKS)} measurements in a row",
+        f"if {spelled(trials.LOOKS)} measurements in a row",
         f"are all at least {spelled(trials.CLEAR_GAIN - 1)} faster",
-        f"again after {trials.FIRST_REST_SECONDS:g} seconds, then {2 * trials.FIRST_REST_SECONDS:g}, and later every "
+        f"again after {trials.FIRST_REST_SECONDS:g} seconds, then {2 * trials.FIRST_REST_SECONDS:g}, "
+        "and later every "
         f"{trials.MOST_REST_SECONDS / 60:g} minutes",
         f"fewer records ({size(seal.SPREAD_RECORD_LIMIT)}) than streams",
         f"From {overlay.FULL_UP_TO + 1} nodes on",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from covey.watch.answers import HeardProcess, LookRound, MachineHeard, RunEnd
+from covey.watch.asking import HeardProcess, LookRound, MachineHeard, RunEnd
 from covey.watch.books import BOOK_RUNS_LIMIT, RunBooks
 from covey.wire.messages import Tell
 from covey.wire.progress import Doubt, GroupProgress, PeerProgress, RankProgress, Readings, ReportRow

@@ -24,8 +24,8 @@ from covey.runtime.lanes.resumption import LaneResumption
 from covey.runtime.lanes.table import LaneKey, LaneTable, lane_key
 from covey.runtime.lanes.tuning.moves import LaneMoves
 from covey.runtime.lanes.tuning.path_monitor import PathMonitor
-from covey.runtime.lanes.tuning.stream_trials import StreamTrials, may_try_streams
 from covey.runtime.lanes.tuning.stripes import Stripes, may_stripe
+from covey.runtime.lanes.tuning.trials import StreamTrials, may_try_streams
 from covey.wire import messages
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from covey.runtime.lanes.groups import GroupRegistry
     from covey.runtime.lanes.table import LaneTable
     from covey.runtime.lanes.tuning.moves import LaneMoves
-    from covey.runtime.lanes.tuning.stream_trials import StreamTrials
     from covey.runtime.lanes.tuning.stripes import Stripes
+    from covey.runtime.lanes.tuning.trials import StreamTrials
     from covey.runtime.links.handshake import Where
     from covey.runtime.links.probe import Sounding
     from covey.runtime.peers.peer_table import PeerTable, Routes

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from covey.watch.curves import EARLIER_LIMIT, MOMENTS_LIMIT, Curves
 from covey.watch.overview import Moment
+from covey.watch.rates import EARLIER_LIMIT, MOMENTS_LIMIT, Curves
 from covey.wire.progress import ReportRow
 
 

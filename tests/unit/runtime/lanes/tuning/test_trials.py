@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING
 from tests.support.in_turn import in_turn
 
 from covey.base.settings import STREAMS_LIMIT
-from covey.runtime.lanes.tuning.stream_trials import (
+from covey.runtime.lanes.tuning.trials import (
+    CLEAR_GAIN,
+    FIRST_REST_SECONDS,
     LEAST_GROWTH,
     LEAST_SENDING_SHARE,
     LOOKS,
+    MOST_REST_SECONDS,
     WINDOW_BYTES,
     WINDOW_SECONDS,
+    LaneTrial,
     SpeedWindow,
     StreamChoice,
+    TrialVerdict,
 )
-from covey.runtime.lanes.tuning.trials import CLEAR_GAIN, FIRST_REST_SECONDS, MOST_REST_SECONDS, LaneTrial, TrialVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
