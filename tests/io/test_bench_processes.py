@@ -14,7 +14,7 @@ from covey.lab.bench.sweep import MEASURED_OPERATIONS, Case, Contender
 RANK = """
 import os, signal, socket, sys, time
 from pathlib import Path
-from covey.lab.bench.messages import Failed, EngineUp, RankChannel, ValuesRight
+from covey.lab.bench.processes import Failed, EngineUp, RankChannel, ValuesRight
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 with socket.socket(socket.AF_UNIX) as sock:

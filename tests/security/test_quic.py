@@ -20,8 +20,8 @@ from tests.support.waiting import DEADLINE, wait_until
 
 from covey.net.quic import pump as pumping
 from covey.net.quic.carrier import QuicCredentials, dial
+from covey.net.quic.line import PROOFS_REMEMBERED, Entering, FirstDatagrams
 from covey.net.quic.pump import UNPROVED_AT_ONCE, QuicPump
-from covey.net.quic.unknown_datagrams import PROOFS_REMEMBERED, Entering, FirstDatagrams
 from covey.runtime.joining.node import node_of
 from covey.runtime.links.limits import SOURCE_CONNECTIONS_BURST, SourceLimits
 from covey.testing import run_threads

@@ -28,7 +28,7 @@ from covey.runtime.environment import LaunchedRank
 from covey.runtime.joining.bootstrap import join_at
 from covey.runtime.joining.node import node_of
 from covey.runtime.state.store import StoreClient
-from covey.torch.backend.store import CoveyStore, open_store
+from covey.torch.backend.rendezvous import CoveyStore, open_store
 from covey.wire import messages
 from covey.wire import store as wire
 

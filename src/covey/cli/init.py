@@ -16,7 +16,7 @@ from covey.base.errors import ConfigError
 from covey.cli.pair import Machines, run_command, show_codes
 from covey.cli.terminal import say
 from covey.net.audit import audit_log
-from covey.net.discovery.own_seeds import current_seeds
+from covey.net.discovery.interfaces import current_seeds
 from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import Cluster

@@ -18,7 +18,7 @@ from covey.cli.layout import Column, room, table
 from covey.cli.status.command import look_around
 from covey.cli.terminal import say, working
 from covey.net.audit import audit_log
-from covey.net.discovery.own_seeds import current_seeds
+from covey.net.discovery.interfaces import current_seeds
 from covey.net.host.settings_files import effective_environment
 from covey.net.keys import clusters, owner
 from covey.net.keys.clusters import GRACE, MAX_GRACE

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.base.errors import ConfigError, CoveyError
 from covey.net.audit import audit_log as audit
-from covey.net.discovery.own_seeds import current_seeds
+from covey.net.discovery.interfaces import current_seeds
 from covey.net.host.settings_files import effective_environment
 from covey.net.keys import charter, clusters, owner
 from covey.net.keys.identity import machine_name, own_machine, resolve_id, short_id

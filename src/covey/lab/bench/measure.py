@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from covey.lab.bench.messages import Measured
+    from covey.lab.bench.processes import Measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from covey.lab.bench.engines import CollectiveEngine, Step, open_engine, partner
-from covey.lab.bench.messages import EngineUp, Failed, Measured, PrepareOrder, RankChannel, TimeOrder, ValuesRight
+from covey.lab.bench.processes import EngineUp, Failed, Measured, PrepareOrder, RankChannel, TimeOrder, ValuesRight
 from covey.lab.bench.sweep import MEASURED_DTYPES, MEASURED_OPERATIONS
 
 if TYPE_CHECKING:

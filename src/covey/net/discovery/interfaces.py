@@ -1,6 +1,6 @@
 """The network interfaces of this host: which to use, which addresses to advertise, and which of others to dial.
 
-Nothing here uses DNS or the host's name: addresses are those of the interfaces.
+Nothing here uses DNS or the host's name: addresses are those of the interfaces, also in join codes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import ifaddr
 
+from covey.base.config import ports_from
 from covey.base.errors import ConfigError, ConnectError
 from covey.net.host.descriptors import explain
 from covey.wire.messages import Address
+from covey.wire.secret import MAX_SEEDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 Ip: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpInterface: TypeAlias = ipaddress.IPv4Interface | ipaddress.IPv6Interface
@@ -391,3 +393,15 @@ def _addresses_not_ready() -> set[tuple[str, str]]:
 
 def _in_words(interface: Interface) -> str:
     return f"{interface.name} ({', '.join(interface.addresses)}{'' if interface.is_up else ', down'})"
+
+
+def current_seeds(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the addresses for a join code: where nodes of this machine listen, one address family per interface."""
+    seeds: list[str] = []
+    port = ports_from(env.get("COVEY_PORT", ""))[0]
+    for interface in usable_interfaces(env.get("COVEY_INTERFACES", "")):
+        ips = [ipaddress.ip_address(text) for text in interface.addresses]
+        ips = [ip for ip in ips if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)]
+        family = min((ip.version for ip in ips), default=4)
+        seeds += [f"[{ip}]:{port}" if family == 6 else f"{ip}:{port}" for ip in ips if ip.version == family]
+    return tuple(seeds[:MAX_SEEDS])

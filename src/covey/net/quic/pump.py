@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from covey.net.host.descriptors import track
 from covey.net.quic.carrier import QuicCredentials, accept, dial
-from covey.net.quic.line import Line, QuicSocket, socket_pair
+from covey.net.quic.line import FirstDatagrams, Line, QuicSocket, answer_to, answered, question, socket_pair
 from covey.net.quic.udp import Arrived, UdpSocket, plain_source
-from covey.net.quic.unknown_datagrams import FirstDatagrams, answer_to, answered, question
 from covey.wire import quic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.net.quic.carrier import Address
-    from covey.net.quic.unknown_datagrams import Gatekeeper
+    from covey.net.quic.line import Gatekeeper
 
 logger = logging.getLogger("covey")
 

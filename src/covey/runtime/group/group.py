@@ -22,8 +22,7 @@ from covey.runtime import loop as control
 from covey.runtime.buffers import readable
 from covey.runtime.fault import Fault, describe, ending_error, is_failure
 from covey.runtime.group import movements
-from covey.runtime.group.checkpoint_store import CheckpointStore
-from covey.runtime.group.checkpoints import CheckpointRequests
+from covey.runtime.group.checkpoint_store import CheckpointRequests, CheckpointStore
 from covey.runtime.group.gradients import Gradients
 from covey.runtime.group.introspection import Introspection, Reports
 from covey.runtime.group.issuer import Issuer, whole_number

@@ -19,9 +19,8 @@ from covey.base.errors import ConfigError, CoveyError
 from covey.base.version import __version__
 from covey.net.audit import audit_log
 from covey.net.discovery.host_registry import PAIRING_TAG, HostRegistry
-from covey.net.discovery.interfaces import advertised, usable_interfaces
+from covey.net.discovery.interfaces import advertised, current_seeds, usable_interfaces
 from covey.net.discovery.mdns import Beacon
-from covey.net.discovery.own_seeds import current_seeds
 from covey.net.host.machine import waking_clock
 from covey.net.host.settings_files import effective_environment
 from covey.net.keys import charter, clusters, owner, trust

@@ -26,7 +26,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.joining.generations import generations
 from covey.runtime.joining.node import node_of
 from covey.runtime.joining.torch_env import address_of_first, free_port, gloo_variables
-from covey.torch.backend.store import open_store
+from covey.torch.backend.rendezvous import open_store
 from covey.torch.entry import LAUNCHED, NAME
 
 if TYPE_CHECKING:

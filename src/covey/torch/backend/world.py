@@ -25,7 +25,7 @@ from covey.runtime.group.internals import engine_of, home_of, steps_between_chec
 from covey.runtime.joining.bootstrap import join, join_at, joined
 from covey.runtime.joining.torch_env import free_port
 from covey.torch.backend.exchange import TensorGroup
-from covey.torch.backend.store import CoveyStore
+from covey.torch.backend.rendezvous import CoveyStore
 from covey.torch.entry import is_launched
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from covey.net.quic.carrier import Carrier, QuicCredentials, accept, dial
-from covey.net.quic.unknown_datagrams import Entering, FirstDatagrams
+from covey.net.quic.line import Entering, FirstDatagrams
 from covey.wire import quic
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 from covey.base.errors import ConfigError, CoveyError, RemoteProtocolError
 from covey.lab.bench.engines import CoveyEngine
 from covey.lab.bench.measure import machine_facts
-from covey.lab.bench.messages import Measured, PrepareOrder
 from covey.lab.bench.network.pairs import LinkFigures, checked, measure_pair
 from covey.lab.bench.network.terms import NetworkTerms, RankOffer, agree, batches, rounds
+from covey.lab.bench.processes import Measured, PrepareOrder
 from covey.lab.bench.report import Measurement, Round
 from covey.lab.bench.sweep import ROUND_ITERATIONS, Case, CaseGrid, Contender, iterations_for
 from covey.lab.bench.worker import prepare
