@@ -136,7 +136,7 @@ def main() -> None:
     state = {"adapters": adapters, "optimizer": optimizer, "elastic": elastic}
     if any(args.folder.glob("step-*")):
         covey.torch.load(state, args.folder)
-        print(f"goes on after {elastic.samples} lines")
+        print(f"continues after {elastic.samples} lines")
 
     def save() -> None:
         if elastic.group.local_rank == 0:  # one process of each machine

@@ -19,7 +19,7 @@ state: dict[str, Any] = {"weights": np.zeros(5), "step": 0}  # everything that a
 for group in covey.generations():
     try:
         group.restore(state)  # newcomers get the state of the other ranks
-        print(f"generation {group.generation}: rank {group.rank} of {group.size} goes on at step {state['step']}")
+        print(f"generation {group.generation}: rank {group.rank} of {group.size} continues at step {state['step']}")
         rng = np.random.default_rng([group.generation, group.rank])  # every rank draws different samples
         while state["step"] < STEPS and not group.change_pending:
             if group.generation == 0 and group.rank == 1 and state["step"] == 20:

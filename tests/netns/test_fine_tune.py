@@ -57,7 +57,7 @@ def test_a_machine_is_lost_and_comes_back_while_both_fine_tune_and_top_shows_the
         os.killpg(lost.process.pid, signal.SIGKILL)
         stays.said("ranks 1", 2)
         again = start(lan.hosts[1 - first])
-        again.said("goes on after")
+        again.said("continues after")
         again.said("rank 1 of 2: trains and sends")
         before = len(stays.said("ranks 2"))
         stays.said("ranks 2", before + 2)

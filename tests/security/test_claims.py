@@ -140,7 +140,7 @@ def test_what_lies_on_disk_of_a_run_has_only_these_fields() -> None:
     }  # fmt: skip
     known = names_in(formation.Remembered, set())
     assert known == {"format", "open", "ended", "given_up", "lineage", "names", "is_ours", "is_finished"}
-    assert f"up to {formation.MAX_OPEN} that may be going on" in plain(SECURITY)
+    assert f"up to {formation.MAX_OPEN} that may be running" in plain(SECURITY)
 
 
 def test_the_bounds_are_those_of_the_code() -> None:
@@ -172,7 +172,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert (pairing.TRIES_FOR_CODE, pairing.FAILED_TRIES) == (3, 9)
     assert (pairing.CODE_SECONDS, pairing.PAIRING_SECONDS) == (300, 1800)
     assert (pairing.RESTS.first, pairing.RESTS.most) == (1, 8)
-    assert f"does not go on for {pairing.CODE_ATTEMPT_SECONDS:.0f} seconds" in of_pairing
+    assert f"makes no progress for {pairing.CODE_ATTEMPT_SECONDS:.0f} seconds" in of_pairing
     crowd = (
         f"At most {pairing.CONNECTIONS_LIMIT} connections are open, {pairing.CONNECTIONS_OF_SOURCE} of them from one"
     )

@@ -115,7 +115,7 @@ def _serve(there: Connection, slot: int, place: dict[str, str], token: bytes, pr
 
 
 def await_newcomer(elastic: Elastic) -> None:
-    """Wait until this rank knows that somebody wants to get in."""
+    """Wait until this rank knows of a process that waits to join."""
     until = time.monotonic() + DEADLINE
     while not engine_of(elastic.group).knows_change:
         assert time.monotonic() < until

@@ -91,7 +91,7 @@ def test_the_fine_tuning_example_trains_adapters_alone_saves_them_and_goes_on(tm
     assert float(after[1]) < float(before[0])
     assert sum(file.stat().st_size for file in (tmp_path / "lora").glob("step-*/*")) < 2 * 350_000
     again = run(*words, "--epochs", "3", cwd=tmp_path)
-    assert "[0] goes on after 184 lines" in again
+    assert "[0] continues after 184 lines" in again
     assert "makes a base model" not in again
     assert re.search(r"epoch 3   loss [\d.]+, and", again)
 

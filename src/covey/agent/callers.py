@@ -227,9 +227,9 @@ class FoundAgents(NamedTuple):
 
     trusted: list[AgentCaller]
     new: list[AgentCaller]
-    """Of machines that were named and that this one does not trust yet."""
+    """Named machines that this one does not trust yet."""
     left_out: list[AgentCaller]
-    """Of machines that this one does not trust, where all were asked for."""
+    """Machines that this one does not trust, if all were asked for."""
 
 
 class AgentCaller:

@@ -140,7 +140,7 @@ class FetchRequest(msgspec.Struct, frozen=True, array_like=True):
     name: DataName
     digest: Digest
     size: Annotated[int, msgspec.Meta(ge=1, le=DATA_MANIFEST_LIMIT)]
-    """Of the encoded list."""
+    """Bytes of the encoded list."""
     peers: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=DATA_SOURCES_LIMIT)]
     """Agents that have the data set, or get it at the same time."""
     is_here: bool = True

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from covey.runtime.peers.visit import Visit
 
 _MOMENT: Final = (1980, 1, 1, 0, 0, 0)
-"""Of every file: the same package makes the same wheel."""
+"""Modification time of every file, so that the same package makes the same wheel."""
 T = TypeVar("T")
 LEASE_SECONDS: Final = 20.0
 """How long a program goes on after its terminal was lost, unless it was started with --detach."""

@@ -36,7 +36,7 @@ Words = Annotated[tuple[Word, ...], msgspec.Meta(max_length=ARGUMENTS_LIMIT)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Chunk = Annotated[bytes, msgspec.Meta(max_length=OUTPUT_CHUNK_BYTES)]
 PATH_PART_BYTES: Final = 255
-"""Of one part of a path: file systems take no more."""
+"""Longest part of a path: file systems take no more."""
 FOLDERS_DEEP: Final = 32
 
 
@@ -127,7 +127,7 @@ class FileChunk(msgspec.Struct, frozen=True, array_like=True):
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=PATH_PART_BYTES)]
     size: Number
-    """Of the whole file."""
+    """Bytes of the whole file."""
     data: Chunk
 
 

@@ -106,7 +106,7 @@ class SshShare:
         self._python = python
         self._lock = threading.Lock()
         self._input: IO[bytes] | None = None
-        """Of ssh, while it runs."""
+        """Standard input of ssh, while it runs."""
         self._unsaid = [request]
         """Lines for the other machine, until ssh has been started: Ctrl-C may come first."""
 

@@ -1,7 +1,7 @@
 """What covey needs of a type of arrays whose memory it cannot use in place, and which type has which adapter.
 
 Arrays on a device pass through host memory: `stage_in` fills it before an operation, `stage_out` copies it back after.
-Arrays that nobody may change, such as those of JAX, take the same way, and an operation returns the new one.
+Arrays that cannot be changed, such as those of JAX, take the same way, and an operation returns the new one.
 """
 
 from __future__ import annotations

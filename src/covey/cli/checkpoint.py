@@ -154,10 +154,10 @@ def _asking(run: str, cluster: str | None, look: float) -> Iterator[Ask]:
 
 @app.command(name="list")
 def list_command(folder: Folders = None, as_json: AsJson = False) -> None:
-    """List the checkpoints of which this machine has parts, the newest of each run first.
+    """List the checkpoints that this machine has parts of, the newest of each run first.
 
-    A run keeps them on all of its machines: SHARDS says how many of all are here, which may be too few to load it here
-    alone. With several --folder, those are looked at together, as if they were the machines of one run.
+    A run keeps them on all of its machines: SHARDS says how many of its shards are here, which may be too few to
+    load it. With several --folder, those are looked at together, as if they were the machines of one run.
     """
     from covey.runtime.shards.pulled import held_checkpoints
 
@@ -207,7 +207,7 @@ def pull(
 ) -> None:
     """Write the newest complete checkpoint of a run as one file of safetensors, with whole arrays.
 
-    covey.load_state returns the state of it, and libraries that read safetensors its arrays. All shards must be in the
+    covey.load_state returns its state; libraries that read safetensors read its arrays. All shards must be in the
     folders here; of other machines, copy the folders here and name each with --folder.
     """
     from covey.runtime.progress_bar import ProgressBar

@@ -46,7 +46,7 @@ def coordinator(
     listen: Annotated[
         str | None, typer.Option(metavar="ADDR", help="Where to listen, host:port; port 0 chooses a free one.")
     ] = None,
-    size: Annotated[int | None, typer.Option(min=1, help="Workers of a run whose workers do not say.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Workers of a run whose workers name no size.")] = None,
     min_size: Annotated[int | None, typer.Option(min=1, help="Instead of --size: the fewest workers.")] = None,
     max_size: Annotated[int | None, typer.Option(min=1, help="Instead of --size: the most workers.")] = None,
     settle: Annotated[

@@ -38,7 +38,7 @@ def deny(
     On the machine with the owner key (where `covey init` was run), this holds for the whole cluster: running members
     are told, end their links with the node and continue without it. On any other machine, it holds there only.
 
-    It does not stop an attacker with the cluster's secret, because a new node is made easily. Against an attacker,
+    It does not stop an attacker with the cluster's secret, who can make a new node. Against an attacker,
     `covey secret rotate` changes the secret, and `covey allow --ask on` lets only approved machines in.
     """
     if listed == (node is not None) or (undo and listed):

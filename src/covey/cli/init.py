@@ -55,7 +55,7 @@ def init(
     machines: Machines = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: the join code.")] = False,
 ) -> None:
-    """Make a cluster, and show a code of six digits with which other machines of this network get into it.
+    """Make a cluster, and show a code of six digits with which other machines of this network join it.
 
     Type `covey enroll` on each of them while this command shows the code; Ctrl-C ends it. `covey pair` shows a code
     again, and `covey init --show` the join code, for machines on other networks. Outside of a terminal, this command

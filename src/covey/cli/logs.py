@@ -123,24 +123,24 @@ def logs(
         list[int] | None, typer.Option(metavar="R", help="Only lines of this rank; may be given repeatedly.")
     ] = None,
     machine: Annotated[str, typer.Option(metavar="NAME", help="Only lines of this machine.")] = "",
-    grep: Annotated[str, typer.Option(metavar="PATTERN", help="Only lines in which this regular expression is.")] = "",
+    grep: Annotated[str, typer.Option(metavar="PATTERN", help="Only lines that this regular expression matches.")] = "",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Show new output until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each line, with its time.")] = False,
     everywhere: Annotated[
-        bool, typer.Option("--all", help="Also what the other machines of the run tell, while it runs.")
+        bool, typer.Option("--all", help="Also show the output of the other machines of the run, while it runs.")
     ] = False,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What agents of this cluster have, not what this machine has kept."),
+        typer.Option(metavar="NAME", help="Show what agents of this cluster have, not what this machine has kept."),
     ] = None,
 ) -> None:
     """Show the output of a run: of the latest one with this name.
 
-    What `covey run` has started on this machine is kept here, the latest 4 MiB of each rank, and shown in the order of
-    time. Otherwise the trusted machines where agents have started the run are asked; each has the last 32 MiB of each
-    program, and machines follow one another without -f.
+    The output of what `covey run` has started on this machine is kept here, the latest 4 MiB of each rank, and shown in
+    the order of time. Otherwise the trusted machines where agents have started the run are asked; each has the last 32
+    MiB of each program, and machines follow one another without -f.
 
-    With --all, the other machines of a run of the cluster that goes on are asked, too. A machine tells its output if
+    With --all, the other machines of a run of the cluster are asked while it is running. A machine tells its output if
     its share was started with --share-output, or if its agent has started it for this machine.
 
     Ctrl-C ends this command, not the run.

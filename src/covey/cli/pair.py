@@ -39,7 +39,7 @@ Machines = Annotated[
         min=1,
         max=ADMITTED_LIMIT,
         metavar="N",
-        help="One code for N machines; when they are in, this ends.",
+        help="Use one code for N machines, and end when all of them are in.",
         show_default="a code for each, until Ctrl-C",
     ),
 ]
@@ -53,11 +53,11 @@ def pair(
     machines: Machines = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object at each change.")] = False,
 ) -> None:
-    """Show a code of six digits; a machine on which `covey enroll` is typed asks for it, and is in the cluster.
+    """Show a code of six digits, with which `covey enroll` puts another machine into the cluster.
 
     The two machines have to be on one network, or the other one is told the address of this one. A code is good for
-    five minutes. After three wrong tries another one is shown; after nine, none. The machine that gets in is approved
-    and trusted under its key.
+    five minutes. After three wrong tries another one is shown; after nine, no more. The machine that gets in is
+    approved and trusted under its key.
 
     Machines on other networks take the join code: `covey init --show`.
     """

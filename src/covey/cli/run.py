@@ -101,7 +101,7 @@ class RunRequest:
         str | None,
         typer.Option(
             metavar="A,B:2",
-            help="Start on these machines with ssh, and so many processes on each.",
+            help="Start on these machines with ssh; B:2 starts two processes on B.",
             rich_help_panel=_MACHINES,
         ),
     ] = None
@@ -225,7 +225,7 @@ def run(request: RunRequest) -> None:
     With -n alone, the processes also find RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
 
     When a process fails, the other processes on this machine are stopped, and its exit code is returned. With --on-loss
-    continue, the run goes on without it. If two or more succeed and none has joined, the exit code is 3.
+    continue, the run continues without it. If two or more succeed and none of them has joined, the exit code is 3.
 
     Ctrl-C is passed on to all processes; a second Ctrl-C kills them. Ctrl-Z stops them, and fg continues them.
 

@@ -105,7 +105,7 @@ def rotate(
 ) -> None:
     """Make a new secret for a cluster, and send it to all running nodes and agents that are not denied.
 
-    Works on the machine with the owner key, where `covey init` was run. A node accepts the secret only with the
+    It works only on the machine with the owner key, where `covey init` was run. A node accepts the secret only with the
     owner's signature for this node. Machines that do not get it need the new join code: `covey enroll`.
 
     Runs continue. Until --grace has passed, the old secret is good, too, for nodes that do not have the new one.

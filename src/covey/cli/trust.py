@@ -28,7 +28,7 @@ def trust_command(
         str | None, typer.Argument(metavar="NODE", help="Its name, its id, or four or more letters of its id.")
     ] = None,
     cluster: Annotated[str | None, typer.Option(metavar="NAME", help="In this cluster, not the default one.")] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Trust the machine no more.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Stop trusting the machine.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask whether the id is right.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -36,7 +36,7 @@ def trust_command(
 
     Without NODE, the trusted machines are listed.
 
-    `covey run --on` asks the first time, so this is for machines that are to be trusted before. Where the owner has a
+    `covey run --on` asks the first time; this command trusts a machine before that. Where the owner has a
     list of approved machines (`covey allow`), these are trusted, and no others.
 
     A name is what the machine calls itself, which proves nothing: compare the id with what `covey up` prints there.

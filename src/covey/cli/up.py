@@ -67,11 +67,11 @@ class UpRequest:
 def up(request: UpRequest) -> None:
     """Let members of the cluster start programs on this machine, until Ctrl-C.
 
-    `covey run --on` starts programs here, `covey ps`, `covey logs` and `covey stop` are about them.
+    `covey run --on` starts programs here; `covey ps`, `covey logs` and `covey stop` show and end them.
 
-    A machine that is allowed can run anything as your user. Without --allow, only this machine itself may.
+    A machine that is allowed can run anything as your user. Without --allow, only this machine can start programs.
 
-    When this command ends, the programs that it has started end with it. The audit log has every start.
+    When this command ends, it ends the programs that it has started. The audit log has every start.
     """
     env = effective_environment()
     seeds = request.settings.get("seeds")

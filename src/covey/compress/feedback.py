@@ -38,7 +38,7 @@ class _Memory:
     step: int = 0
     """Operations that have succeeded."""
     basis: Floats | None = None
-    """Of a low-rank approximation: where the next one starts."""
+    """Where the next low-rank approximation starts."""
 
 
 class ErrorFeedback:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CHARTER_KEY: Final = "covey-charter-bin"
 """The metadata of a call that carries a charter."""
 CHARTER_BYTES: Final = 5000
-"""Of a charter that goes with calls, about 150 machines; gRPC takes 8 KiB of metadata."""
+"""Largest charter that goes with calls, for about 150 machines; gRPC takes 8 KiB of metadata."""
 READ_SECONDS: Final = 1.0
 """How often the file of a cluster is read again at most."""
 

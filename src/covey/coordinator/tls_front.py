@@ -40,7 +40,7 @@ COORDINATOR_BACKLOG: Final = 1024
 HANDSHAKES_BEGUN_AT_ONCE: Final = 64
 TLS_FRONT_SECONDS: Final = 5.0
 DESCRIPTORS: Final = 3
-"""Of each connection: the caller's, and both ends of the one to gRPC."""
+"""Descriptors of each connection: the caller's, and both ends of the one to gRPC."""
 COORDINATOR_DESCRIPTORS: Final = 64
 """For the state, the listeners, and gRPC itself."""
 
@@ -76,7 +76,7 @@ class TlsFront:
         self._unproven: dict[asyncio.Task[None], None] = {}
         """The tasks of connections in their handshakes, the oldest first."""
         self._certificates: dict[str, bytes] = {}
-        """Of callers, by the name that gRPC has for their connection."""
+        """Certificates of callers, by the name that gRPC has for their connection."""
         self._log = LimitedLog(1.0)
         self._shortage = accept_shortage(owner)
 

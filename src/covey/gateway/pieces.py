@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 CHUNK_BYTES: Final = 1 << 20
-"""Of an answer; a multiple of the size of every element."""
+"""Bytes of a chunk in an answer; a multiple of the size of every element."""
 MOST_CHUNK_BYTES: Final = 2 << 20
-"""Of a request."""
+"""Most bytes of a chunk in a request."""
 STREAM_MESSAGE_BYTES: Final = MOST_CHUNK_BYTES + (1 << 12)
 """The largest message of a stream."""
 MAX_DIMENSIONS: Final = 32

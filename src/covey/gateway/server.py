@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 UNIX: Final = "unix:"
 MAX_PROGRAM_CONNECTIONS: Final = 256
 CONNECTIONS_EACH: Final = 32
-"""Of one certificate."""
+"""Most connections with one certificate."""
 MAX_SOCKET_PATH: Final = 100
 SERVER_START_SECONDS: Final = 60.0
 M_TRIM_THRESHOLD: Final = -1
@@ -158,8 +158,8 @@ def _socket_at(path: str) -> Iterator[str]:
         raise ConfigError(f"cannot make the folder {folder}: {explain(error)}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
-            f"{folder} must be a folder of yours that no other user can enter (mode 0700): whoever reaches the socket "
-            "is taken for one of your programs"
+            f"{folder} must be a folder of yours that no other user can enter (mode 0700): a process that "
+            "reaches the socket is taken for one of your programs"
         )
     _remove_stale(path)
     try:

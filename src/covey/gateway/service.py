@@ -60,7 +60,7 @@ class Limits:
     programs: int = 16
     """That are registered at a time."""
     nbytes: int = 256 << 20
-    """Of one array; a program has up to four."""
+    """Most bytes of one array; a program has up to four."""
     stall: float = 30.0
     """Seconds for which a stream may stand still."""
 

@@ -116,7 +116,7 @@ class CodedArray(NamedTuple):
 
     units: int
     unit_bytes: int
-    """Of a unit as it travels."""
+    """Bytes of a unit as it travels."""
     segment: int
     """Units of a transfer of the plain plan."""
 

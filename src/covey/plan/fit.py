@@ -39,7 +39,7 @@ the pipeline grows with the slots that a piece passes through."""
 MOST_FOLLOWED: Final = 16
 """Slots up to which the time of a plan is predicted from its moves; of more, from the sums of what links carry."""
 FOLLOWED_PIECES: Final = 16
-"""Of a plan along trees, so many transfers of each owner are followed. The time for more grows evenly."""
+"""Transfers of each owner that are followed in a plan along trees. The time for more grows evenly."""
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -54,7 +54,7 @@ class Fitted(NamedTuple):
     shares: tuple[int, ...]
     """By slot, of shares.WHOLE: the part of the array that the slot finishes; empty for equal parts."""
     groups: Groups
-    """Of "levels": the groups of all levels. Otherwise all slots if they are on one host, else none."""
+    """The groups of all levels of "levels". Otherwise all slots if they are on one host, else none."""
     seconds: float
     """The predicted time."""
 

@@ -34,7 +34,7 @@ RISE: Final = 2.0
 """How many times as many bytes as the slowest link a link may move in the second pass, if it was faster in the first.
 That may have been a burst: so a measurement is planned to take this part of the time that it may take."""
 PARTS: Final = 4
-"""Of the time that a measurement may take, each operation bears at most one of so many parts, and one round."""
+"""An operation bears at most one of so many parts of the time that a measurement may take, and one round."""
 LEAST_PART_SECONDS: Final = 0.02
 """What an operation may be held up in any case, so that a few ranks of a fast network can finish a pass."""
 MOST_ROUNDS: Final = 15

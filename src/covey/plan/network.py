@@ -26,7 +26,7 @@ LEAST_RATE: Final = 1e3
 """Bytes per second. No link is slower, so that no division can fail and no time is endless."""
 LEAST_TRIP: Final = 1e-6
 UNKNOWN_RATE: Final = 1.25e8
-"""Of links of which nothing is known: 1 Gbit/s."""
+"""Bytes a second of links of which nothing is known: 1 Gbit/s."""
 MEMORY_RATE: Final = 4e9
 """Between ranks of one host, if it was not measured."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WHOLE: Final = 1 << 16
 """The sum of all shares."""
 HALVINGS: Final = 40
-"""Of an interval in which a number is sought: more than the digits of a share need."""
+"""Steps of a search for a number in an interval: more than the digits of a share need."""
 
 
 def owners(speeds: Sequence[float]) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ class CodecCost(NamedTuple):
     ratio: float
     """Bytes on the line for each byte of float32."""
     seconds_per_byte: float = 0.0
-    """Of float32, to encode it and to decode what arrives."""
+    """Seconds for a byte of float32, to encode it and to decode what arrives."""
 
 
 EXACT: Final = CodecCost("", 1.0)
@@ -75,7 +75,7 @@ class TrainingWay(NamedTuple):
     every: int
     """Steps between two exchanges of the same parameter."""
     step_seconds: float
-    """Of the slowest member; with own pace, each has its own."""
+    """Seconds of a step of the slowest member; with own pace, each has its own."""
     samples_per_second: float
     worth: float
     """The part of the samples that counts, from 0 to 1."""

@@ -126,7 +126,7 @@ class Commit:
         self._revoked_at = 0
         """The first revoked operation; 0 if there is none."""
         self.phase = _IDLE
-        """Of the first operation that is not over. The compiled shortcut sets it, too, to one of `LENT_PHASES`."""
+        """Phase of the first operation that is not over. The compiled shortcut sets it, too: one of `LENT_PHASES`."""
         self._root = -1
         self._heed(view)
 

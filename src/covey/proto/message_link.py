@@ -69,11 +69,11 @@ class UnfinishedMessage(NamedTuple):
     message_id: int
     is_send: bool
     moved: int
-    """Of a send: the bytes of its DATA frames that were sent, headers included. Of a receive: those of its payload."""
+    """Bytes of DATA frames that a send has sent, with headers; bytes of payload that a receive has got."""
     is_cleared: bool
-    """Of a send: whether the peer has asked for the payload."""
+    """Whether the peer has asked for the payload of a send."""
     left: int
-    """Of a receive: the bytes of the present DATA frame that are still to come."""
+    """Bytes of the present DATA frame of a receive that are still to come."""
 
 
 class _Copied(NamedTuple):

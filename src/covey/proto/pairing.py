@@ -83,7 +83,7 @@ class PairingMachine(NamedTuple):
     name: str
     """As it calls itself."""
     release: str
-    """Of covey."""
+    """Release of covey."""
     source: str = ""
     """Where it connects from."""
 
@@ -237,7 +237,7 @@ class PairingInviter:
     # Connections
 
     def came(self, connection: int, source: str, now: float) -> None:
-        """Take a connection from an address, and say who this machine is."""
+        """Take a connection from an address, and name this machine."""
         nonce = self._random(PAIRING_NONCE_BYTES)
         hello = PairingHello(PAIRING_SPEAKS, nonce, self._own.id, self._own.name, self._own.release)
         self._callers[connection] = _Caller(source, now, encode_pairing(hello), nonce)

@@ -108,7 +108,7 @@ class GroupCounters:
         self.messages = MessageTraffic()
         self.codecs: dict[str, CodecTraffic] = {}
         self.codec, self.codec_reason = "", ""
-        """Of the last compressed operation, and why `compress="auto"` chose it."""
+        """Codec of the last compressed operation, and why `compress="auto"` chose it."""
         self.fault = ""
         """Why the group has ended, if it failed."""
         self.is_over = False
@@ -205,7 +205,7 @@ class ProcessCounters:
         self._lock = threading.Lock()
         self._groups: list[GroupCounters] = []
         self._past = Totals()
-        """Of the groups that are over."""
+        """Totals of the groups that are over."""
         self._spending: tuple[int, tuple[Callable[[], int], ...]] = 0, ()
         """The time in operations of the groups that are over, and what returns it for each of the others. In one
         attribute, so that a reader without the lock counts each group once."""

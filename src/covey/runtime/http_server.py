@@ -37,7 +37,7 @@ HTTP_STREAMS: Final = 8
 """Streams that are sent at a time, besides those connections."""
 HTTP_BACKLOG: Final = 64
 HEAD_LIMIT_BYTES: Final = 8192
-"""Of a request line and its headers."""
+"""Most bytes of a request line and its headers."""
 HTTP_PIECE_BYTES: Final = 4096
 HTTP_REQUEST_SECONDS: Final = 5.0
 """How long a client may take for its request."""
@@ -62,7 +62,7 @@ _HEADERS: Final = (
     ("X-Content-Type-Options", "nosniff"),
     ("Connection", "close"),
 )
-"""Of every answer."""
+"""Headers of every answer."""
 _HOST: Final = re.compile(r"(?P<name>\[[^\]]*\]|[^:\[\]]+)(:\d*)?")
 """The header of this name: an address in brackets, or a name, and perhaps a port."""
 

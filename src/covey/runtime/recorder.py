@@ -101,7 +101,7 @@ class OperationProgress(NamedTuple):
     """How far the operations of a group are."""
 
     sequence: int
-    """Of the operation that began last; 0 if none has begun."""
+    """Number of the operation that began last; 0 if none has begun."""
     operation: int
     begun_ns: int
     ended_ns: int
@@ -195,7 +195,7 @@ class PythonRecorder:
         self._begun = 0
         """When the operation in progress began; 0 if there is none."""
         self._sent = self._received = self._peers = self._phases = 0
-        """Of the operation in progress."""
+        """Counts of the operation in progress."""
 
     def begin(self, sequence: int, operation: int, /) -> None:
         self._last, self._operation, self._begun = sequence, operation, clock_ns()

@@ -2,7 +2,7 @@
 
 `active` is None while no spans are asked for: an operation looks at that, and no further. A span begins on the thread
 of the program that starts the operation, or runs the function. When it ends, it is only noted, because messages end on
-threads that receive for everybody: the thread that exports ends it for OpenTelemetry, whose processors are code of the
+threads that receive for all: the thread that exports ends it for OpenTelemetry, whose processors are code of the
 program.
 """
 

@@ -38,7 +38,7 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "X-Frame-Options": "DENY",
 }
-"""Of every answer, besides those of the server: `no-store` and `nosniff`."""
+"""Headers of every answer, besides those of the server: `no-store` and `nosniff`."""
 WRONG_HOST: Final = (
     "This page has another address: open the link that `covey ui` has printed, or run `covey ui --link`.\n"
 )
@@ -61,7 +61,7 @@ class Access(enum.Enum):
     """What a path needs."""
 
     OPEN = "GET"
-    """A file of the page: the same for everybody, so nothing."""
+    """A file of the page: it is the same for every user, so no proof is needed."""
     READ = "GET and the token"
     ENTER = "POST from the page"
     """A ticket is worth the token."""

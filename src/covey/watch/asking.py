@@ -127,7 +127,7 @@ class RoundSource(Protocol):
     """Something that can be looked at, once a second."""
 
     def look(self, wanted: Collection[str]) -> LookRound:
-        """Ask everybody once; of the runs with these keys also all that their programs have reported."""
+        """Ask every process once; of the runs with these keys also all that their programs have reported."""
 
     def request_checkpoint(self, run_key: str) -> messages.CheckpointProgress:
         """Ask a run for a checkpoint; CoveyError if none of its processes answers."""
@@ -153,7 +153,7 @@ class EventNumbers:
         return self._next.get(key, 0) if key in self._tellers.get(run_key, ()) else NO_EVENTS
 
     def told(self, run_key: str, answers: dict[str, RankProgress], now: float) -> None:
-        """Note what processes of a run have told, and choose who tells in the next round."""
+        """Note what processes of a run have told, and choose which of them tell in the next round."""
         if not answers:
             return
         kept = [key for key in self._tellers.get(run_key, ()) if key in answers]

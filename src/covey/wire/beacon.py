@@ -7,7 +7,7 @@ announcements belong to one cluster, and cannot add or remove an address. Other 
 Any machine can replay an announcement, so its addresses are hints, and the handshake decides. The tag changes with each
 announcement, so that a replay differs from a new one.
 
-A machine that shows a code for pairing announces itself in the same form, under a key that everybody knows.
+A machine that shows a code for pairing announces itself in the same form, under a key that is no secret.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ applicant proves first: so the inviter knows of every code that was tried.
 
 By CPace, two ends that know the same short code agree on a key that no other end can guess offline. The suite is
 CPACE-X25519-SHA512 of draft-irtf-cfrg-cpace, in its initiator-responder form. A code of six digits has 20 bits: with
-any other exchange, a stranger who has recorded one, or taken part in one, could try all codes at home. Here each try
+any other exchange, a machine that has recorded one, or taken part in one, could try all codes offline. Here each try
 takes an exchange with an end that knows the code, and tells only whether one code was right.
 
 X25519 is OpenSSL's, which takes the same time for all values. The map from the code to a point (Elligator 2) is our
@@ -47,11 +47,11 @@ SHARE_BYTES: Final = 32
 CONFIRMATION_BYTES: Final = 64
 _P: Final = 2**255 - 19
 _A: Final = 486662
-"""Of Curve25519: v^2 = u^3 + A u^2 + u."""
+"""The coefficient A of Curve25519: v^2 = u^3 + A u^2 + u."""
 _HALF: Final = pow(2, -1, _P)
 _DSI: Final = b"CPace255"
 _BLOCK_BYTES: Final = 128
-"""Of SHA-512."""
+"""Bytes of a block of SHA-512."""
 PAIRING_SPEAKS: Final = Versions(1, 1)
 """The versions of this protocol that this release speaks."""
 PAIRING_LIMIT: Final = 4096

@@ -16,7 +16,7 @@ from covey.base.errors import RemoteProtocolError
 GATEWAY_PORT: Final = 5351
 PCP_NONCE_BYTES: Final = 12
 PCP_DATAGRAM_BYTES: Final = 1100
-"""Of a datagram of PCP."""
+"""Most bytes of a datagram of PCP."""
 _PCP, _PMP = 2, 0
 _ANSWER_BIT: Final = 0x80
 _MAP: Final = 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BYTES_LIMIT: Final = 2000
-"""Of one answer of a rank about its progress."""
+"""Most bytes of one answer of a rank about its progress."""
 PROGRESS_GROUPS_LIMIT: Final = 4
 """Groups of one process: the largest ones."""
 PROGRESS_PEERS_LIMIT: Final = 16
@@ -27,7 +27,7 @@ PROGRESS_PEERS_LIMIT: Final = 16
 DOUBTS_LIMIT: Final = 8
 PROGRESS_EVENTS_LIMIT: Final = 16
 ROWS_BYTES: Final = 200_000
-"""Of one answer with rows of reports."""
+"""Most bytes of one answer with rows of reports."""
 GPUS_LIMIT: Final = 16
 NO_EVENTS: Final = 65535
 """As the page of a question: the asker wants no events."""
@@ -51,7 +51,7 @@ class GroupProgress(Worded, frozen=True, array_like=True):
     rank: RankNumber
     size: Annotated[int, msgspec.Meta(ge=0, le=RANKS_LIMIT)]
     sequence: Whole
-    """Of the operation that began last; 0 if none has begun."""
+    """Number of the operation that began last; 0 if none has begun."""
     operation: Annotated[int, msgspec.Meta(ge=0, lt=256)]
     """Its number in `base.numbers`."""
     is_running: bool
@@ -137,10 +137,10 @@ class RankProgress(Worded, frozen=True, array_like=True):
     host: Name
     """The name of the machine."""
     version: Name
-    """Of covey."""
+    """Release of covey."""
     groups: Annotated[tuple[GroupProgress, ...], msgspec.Meta(max_length=PROGRESS_GROUPS_LIMIT)] = ()
     codec: Name = ""
-    """Of the last compressed operation."""
+    """Codec of the last compressed operation."""
     codec_reason: Phrase = ""
     plan: Phrase = ""
     """The plan that was chosen last for large sums, and why."""

@@ -37,7 +37,7 @@ LOGS_LIMIT: Final = 257
 """Logs of one machine: of its processes, and of `covey run` itself."""
 LOG_RECORDS_LIMIT: Final = 4096
 LOGS_BYTES: Final = 64 << 10
-"""Of the output in one answer."""
+"""Most bytes of output in one answer."""
 AUDIT_RECORD_LIMIT: Final = 16 << 10
 LogName = Annotated[str, msgspec.Meta(pattern=r"^(keeper|[0-9]{1,6})\Z")]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=NETWORK_LIMIT)]

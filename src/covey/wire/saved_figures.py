@@ -18,7 +18,7 @@ LONGEST_TRIP: Final = 10.0
 """Seconds: no round trip is longer."""
 
 Ordinal = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-"""Of a rank among those of a group that are on its machine."""
+"""Number of a rank among those of a group that are on its machine."""
 
 
 class SavedFigure(msgspec.Struct, frozen=True, array_like=True):
@@ -31,7 +31,7 @@ class SavedFigure(msgspec.Struct, frozen=True, array_like=True):
     sender: Ordinal
     receiver: Ordinal
     interface: Name
-    """Of this machine; empty if the ranks were on one machine."""
+    """Interface of this machine; empty if the ranks were on one machine."""
     here: Ip
     """The addresses of both ends of the link."""
     there: Ip

@@ -60,7 +60,7 @@ class SavedShard(msgspec.Struct, frozen=True, array_like=True):
     pieces: Annotated[tuple[SavedPiece, ...], msgspec.Meta(max_length=PIECES_LIMIT)]
     """In the order of the file."""
     nbytes: Number
-    """Of the file."""
+    """Bytes of the file."""
     digests: bytes
     """DIGEST_BYTES for each chunk of the file, in order."""
     hosts: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
@@ -90,7 +90,7 @@ class CheckpointPart(msgspec.Struct, frozen=True, array_like=True):
     serial: Number = 0
     """0 if the machine has no manifest of it."""
     digest: Annotated[bytes, msgspec.Meta(max_length=CHUNK_DIGEST_BYTES)] = b""
-    """Of the manifest; empty if there is none."""
+    """Digest of the manifest; empty if there is none."""
     sizes: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
     """Bytes of each shard, by the manifest."""
     files: Annotated[tuple[tuple[Number, Number], ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
@@ -130,7 +130,7 @@ class StateArray(msgspec.Struct, frozen=True, array_like=True):
     axis: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_MESSAGE_NDIM)] = -1
     """As that of `SavedArray`."""
     shape: Dimensions = ()
-    """Of the whole array; empty if it follows from the parts of all ranks."""
+    """Shape of the whole array; empty if it follows from the parts of all ranks."""
     offset: Dimensions = ()
     """Where the part begins in it."""
 
@@ -156,7 +156,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     """What a rank has on disk: its own shard, and copies of others."""
 
     digests: bytes = b""
-    """Of the chunks of its own."""
+    """Digests of its own chunks."""
     copies: Annotated[tuple[tuple[Number, bytes], ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
     """By the number of the shard."""
     failure: str = ""

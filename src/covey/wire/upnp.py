@@ -19,9 +19,9 @@ from covey.base.errors import RemoteProtocolError
 SEARCH_GROUP: Final = "239.255.255.250"
 SEARCH_PORT: Final = 1900
 MOST_SEARCH_BYTES: Final = 4096
-"""Of an answer to a search; routers send about 300."""
+"""Most bytes of an answer to a search; routers send about 300."""
 MOST_DOCUMENT_BYTES: Final = 1 << 16
-"""Of an answer of HTTP, with its headers; descriptions have about 5,000."""
+"""Most bytes of an answer of HTTP, with its headers; descriptions have about 5,000."""
 MOST_DELAY: Final = 1
 """Seconds within which routers answer a search: they choose a moment at random."""
 SERVICES_LIMIT: Final = 4

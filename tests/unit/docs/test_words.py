@@ -1,14 +1,21 @@
 """One word for one thing: no class name means two things, and retired words do not come back.
 
-`docs/glossary.md` has the words of the project. This file is the one list of those that were retired.
+`docs/glossary.md` has the words of the project. This file is the one list of those that were retired. It also holds the
+rules for sentences that can be checked: the subject is a rank, a node, a process or a function, and a text is a whole
+sentence or a noun phrase.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from collections import defaultdict
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[3]
 SRC = ROOT / "src" / "covey"
@@ -98,6 +105,22 @@ SHARED = {
 }
 """Class names that are defined more than once, and why."""
 
+PEOPLE = re.compile(r"\b(nobody|somebody|whoever|everybody|anybody|someone)\b", re.IGNORECASE)
+"""Words that leave open which rank, node or process is meant."""
+CONTINUE = re.compile(r"\b(go|goes|going|went) on\b")
+FRAGMENT = re.compile(r'"""\s*Of\b')
+PAGES = ("README.md", "docs/guides", "docs/concepts", "docs/reference", "docs/security.md", "docs/glossary.md")
+FRAGMENTS = {
+    "proto/replication.py": 10,
+    "proto/store.py": 2,
+    "proto/store_copy.py": 2,
+    "runtime/compressed/automatic.py": 1,
+    "runtime/compressed/sparse.py": 1,
+    "wire/store.py": 5,
+}
+"""How many texts still begin with "Of", by module; a fragment such as "Of the whole file." says less than "Bytes of the
+whole file."."""
+
 DEFINITION = re.compile(r"^[ \t]*(?:(?P<class>class)|(?:async )?def) (?P<name>\w+)[(:\[]", re.MULTILINE)
 """In formatted code it finds what `ast` finds, in a twentieth of the time."""
 
@@ -155,6 +178,64 @@ def test_no_name_has_a_retired_word_in_it() -> None:
 def test_no_class_name_means_two_things() -> None:
     found = {name: files for name, files in classes().items() if len(files) > 1 and name not in SHARED}
     assert found == {}, "give one of them another name, or list it in SHARED with the reason"
+
+
+@functools.cache
+def texts() -> list[tuple[str, str, bool]]:
+    """Return texts of the package that may break a rule: the module, the text, and whether it is documentation."""
+    found = []
+    for path in sorted(SRC.rglob("*.py")):
+        source = path.read_text()
+        if not (PEOPLE.search(source) or CONTINUE.search(source) or FRAGMENT.search(source)):
+            continue  # parsing takes far longer than reading
+        tree = ast.parse(source)
+        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                found.append((str(path.relative_to(SRC)), node.value, id(node) in documentation))
+    return found
+
+
+def pages() -> Iterator[Path]:
+    for name in PAGES:
+        page = ROOT / name
+        yield from [page] if page.is_file() else sorted(page.glob("*.md"))
+
+
+def test_pages_and_messages_say_which_process_they_mean() -> None:
+    found = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in pages()
+        for number, line in enumerate(page.read_text().splitlines(), start=1)
+        if PEOPLE.search(line)
+    ]
+    found += [
+        f"{file}: {text}" for file, text, is_documentation in texts() if PEOPLE.search(text) and not is_documentation
+    ]
+    assert found == [], "name the rank, the node, the process or the person"
+
+
+def test_pages_and_messages_say_continue() -> None:
+    found = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in pages()
+        for number, line in enumerate(page.read_text().splitlines(), start=1)
+        if CONTINUE.search(line)
+    ]
+    found += [
+        f"{file}: {text}"
+        for file, text, is_documentation in texts()
+        if CONTINUE.search(text) and not is_documentation and not file.startswith("lab/")
+    ]
+    assert found == [], "a run continues, and is running"
+
+
+def test_documentation_is_no_fragment() -> None:
+    found: defaultdict[str, int] = defaultdict(int)
+    for file, text, is_documentation in texts():
+        if is_documentation and re.match(r"Of\b", text.strip()):
+            found[file] += 1
+    assert {file: count for file, count in found.items() if count > FRAGMENTS.get(file, 0)} == {}
 
 
 def test_the_glossary_is_alphabetical_and_has_no_retired_word_as_an_entry() -> None:

@@ -57,9 +57,9 @@ def doctor(
         bool, typer.Option("--verbose", "-v", help="Also print the facts: machine, settings, interfaces, nodes.")
     ] = False,
 ) -> None:
-    """Explain why a run waits, or waited in vain, or why machines do not find each other.
+    """Explain why a run waits, why its wait has failed, or why machines do not find each other.
 
-    It prints what it found, each with what to do. Run it on two machines at the same time: they look for each other.
+    It prints what it found, and what to do about it. Run it on two machines at the same time: they look for each other.
 
     Exits with 0 if it finds no problem, with 1 if it finds one, and with 2 if a setting is invalid.
     """

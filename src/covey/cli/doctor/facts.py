@@ -225,7 +225,7 @@ class LimitingLink:
     """`sends` or `receives`: the slower one."""
     bytes_per_second: float
     next_bytes_per_second: float
-    """Of the next slowest machine."""
+    """Speed of the next slowest machine."""
     nbytes: int
     """The size of the sum whose times are predicted."""
     seconds: float

@@ -53,7 +53,7 @@ NOT_MEASURED: Final = (
     "all_reduce"
 )
 HOST_WIDTH, HOST_HEIGHT, HEADING, PICTURE_MARGIN, GAP, LINE = 270, 62, 30, 24, 24, 18
-"""Of the picture, in pixels: a machine, the heading of a site, the margin, the space between sites, a line of text."""
+"""Sizes in pixels: a machine, the heading of a site, the margin, the space between sites, a line of text."""
 ARROW: Final = 130
 """The space between two sites, with what passes between them."""
 LEAST_WIDTH: Final = 2 * HOST_WIDTH

@@ -28,7 +28,7 @@ def top(
 ) -> None:
     """Watch runs in the terminal: ranks and their waits, machines, links, events and output, every second.
 
-    Letters act: ? lists them, q leaves. Watching does nothing to a run, and needs nothing of its program; what it
+    Keys act: ? lists them, q leaves. Watching changes nothing in a run, and needs nothing of its program; what that
     reports with group.report(step=..., loss=...) is shown as a curve.
 
     Without a terminal, one line a second is printed.

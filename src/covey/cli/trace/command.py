@@ -68,8 +68,8 @@ def trace(
 ) -> None:
     """Show the last operations of all ranks of a run on one time line, and which rank waited for which.
 
-    The ranks of a run that goes on are asked: covey trace train shows what covey run -n 4 train.py does. Without a
-    name, it is the newest run that was started here.
+    A run that is still running is asked for them: covey trace train shows what covey run -n 4 train.py does.
+    Without a name, the newest run that was started here is shown.
 
     The trace is for ui.perfetto.dev, or for chrome://tracing.
 

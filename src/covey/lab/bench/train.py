@@ -81,13 +81,13 @@ class TrainOrder:
     model: str
     seed: int
     seconds: float
-    """Of training, without the start; the lowest rank ends the run."""
+    """Seconds of training, without the start; the lowest rank ends the run."""
     rank: int
     size: int
     least: int
     """Ranks without which the run does not begin, or waits."""
     batch: int
-    """Of each rank; for `together`, a part of it of the loader's batch."""
+    """Batch of each rank; for `together`, a part of it of the loader's batch."""
     speed: float = 1.0
     """The part of a core that this rank computes with."""
     exact: bool = False

@@ -178,10 +178,10 @@ class _Tail:
     """The end of a file."""
 
     number: int
-    """Of the last entry."""
+    """Number of the last entry."""
     entry_hash: str
     hash: str
-    """Of the last line, which may be no entry."""
+    """Hash of the last line, which may be no entry."""
     is_torn: bool
     """Whether that line has no end."""
 

@@ -174,6 +174,6 @@ class Beacon:
 
 
 def _shows_code(properties: dict[bytes, bytes | None]) -> bool:
-    """Tell whether an announcement is of a machine that shows a code for pairing, which anyone may say."""
+    """Tell whether an announcement is of a machine that shows a code for pairing, which any machine may claim."""
     said = beacon.read(beacon.PAIRING_KEY, properties)
     return said is not None and said.is_ours

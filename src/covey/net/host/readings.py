@@ -43,7 +43,7 @@ class MachineReader:
         self._lock = threading.Lock()
         self._last: tuple[float, Readings] | None = None
         self._times: tuple[int, int] | None = None
-        """Of the last reading: the time in which cores were busy, and all their time."""
+        """The last reading: the time in which cores were busy, and all their time."""
 
     def read(self) -> Readings:
         """Return how the machine is used now, or was within the last second."""
@@ -159,7 +159,7 @@ class NvidiaGpus:
         """Without a `library`, look for it in these places once one of the signs of a driver is there."""
         self._library, self._places, self._signs = library, places, signs
         self._handles: list[tuple[Any, str]] | None = None
-        """Of each GPU, with its name; None before they were looked for."""
+        """Handle and name of each GPU; None before they were looked for."""
 
     def read(self) -> list[GpuReading]:
         """Return the GPUs; none if there is no driver."""

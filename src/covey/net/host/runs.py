@@ -214,7 +214,7 @@ class LocalRunFound(NamedTuple):
 
     name: str
     pid: int
-    """Of its keeper."""
+    """Process id of its keeper."""
     size: int
     folder: str
 

@@ -61,9 +61,9 @@ class OutputTerms(NamedTuple):
 
     is_kept: bool
     output_bytes: int
-    """Of each process."""
+    """Most bytes of output that are kept of each process."""
     total_bytes: int
-    """Of all runs."""
+    """Most bytes that are kept of all runs together."""
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> OutputTerms:
@@ -106,7 +106,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     by_agent: bool = False
     """Whether an agent started it, as its share of a run on several machines."""
     pid: int = 0
-    """Of `covey run`, or of the program itself."""
+    """Process id of `covey run`, or of the program itself."""
     began: float = 0.0
     ended: float | None = None
     code: int | None = None
@@ -125,7 +125,7 @@ class PastRun:
     record: RunSummary
     is_running: bool
     share: PastRun | None = None
-    """Of a run that was started from here on several machines: what an agent has started of it on this one."""
+    """What an agent has started on this machine, of a run that was started from here on several machines."""
 
     @property
     def lasted(self) -> float | None:

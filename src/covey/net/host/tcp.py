@@ -59,9 +59,9 @@ _RETRANSMITTED: Final = struct.Struct("=100xI32xI")
 _UNKNOWN: Final = 0xFFFFFFFF
 """What the kernel says of a round trip that it has not measured."""
 _SIOCOUTQNSD: Final = 0x894B
-"""Of Linux: asks for the bytes that were not sent."""
+"""Request of Linux for the number of bytes that were not sent."""
 _SO_MAX_PACING_RATE: Final = 47
-"""Of Linux; the socket module has no name for it."""
+"""Option of Linux for which the socket module has no name."""
 LEAST_SPEED_BYTES: Final = 1 << 20
 """A speed is known after so many bytes; the first ones travel while a connection still looks for its speed."""
 

@@ -29,7 +29,7 @@ class LanePath(NamedTuple):
     remote: str
     """The addresses of its connection; empty if it has broken."""
     share: float
-    """Of the bytes that the lane has sent, from 0.0 to 1.0."""
+    """Share of the bytes that the lane has sent, from 0.0 to 1.0."""
     bytes_per_second: float
     """While it was sending; 0.0 if that is not known."""
     is_used: bool

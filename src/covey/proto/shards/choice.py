@@ -28,7 +28,7 @@ class FoundCheckpoint(NamedTuple):
     step: int
     id: str
     digest: bytes
-    """Of the manifest."""
+    """Digest of the manifest."""
     manifests: tuple[bytes, ...]
     """The folders that have the manifest."""
     holders: tuple[tuple[bytes, ...], ...]
@@ -132,7 +132,7 @@ def sendings(
     holders: Sequence[Sequence[bytes]],
     damaged: Collection[tuple[bytes, int]],
 ) -> tuple[list[Sending], list[int]]:
-    """Return who sends which chunks to whom, and the shards that no folder has intact.
+    """Return which rank sends which chunks to which, and the shards that no folder has intact.
 
     `needs` has what each rank cannot read in its own folder; `ranks` are those of each folder, `holders` the folders of
     each shard, and `damaged` the folders whose file of a shard is not what was written.

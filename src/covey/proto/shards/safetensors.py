@@ -74,7 +74,7 @@ class FileLayout(NamedTuple):
     header: bytes
     """The first bytes, with the length."""
     starts: tuple[int, ...]
-    """Of each tensor, from the start of the file."""
+    """Where each tensor begins, from the start of the file."""
     nbytes: int
 
 

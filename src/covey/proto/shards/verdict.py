@@ -148,7 +148,7 @@ class ShardVerdict(NamedTuple):
     """How the writing of shards ended."""
 
     digests: tuple[bytes, ...]
-    """Of each shard; empty for one that is lost."""
+    """Digest of each shard; empty for one that is lost."""
     holders: tuple[tuple[int, ...], ...]
     """The ranks on whose machines each shard is: its writer first."""
     failed: dict[int, str]

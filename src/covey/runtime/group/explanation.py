@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 ITEM_BYTES = 4
-"""Of an element, where none is given: most large arrays are float32."""
+"""Bytes of an element, where none is given: most large arrays are float32."""
 ASKED = "if algorithm= asks for it"
 """What speaks for a plan that is never chosen."""
 
@@ -57,7 +57,7 @@ class PlanReport:
     shares: tuple[float, ...]
     """By rank of `order`: which part of the array the rank finishes. Empty if all finish equal parts."""
     groups: tuple[tuple[int, ...], ...]
-    """Of `levels`: the ranks that combine among themselves first."""
+    """The ranks that combine among themselves first, in `levels`."""
     why: str
     predicted_seconds: float | None
     """None before the links are measured."""

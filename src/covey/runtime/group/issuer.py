@@ -48,7 +48,7 @@ class Compression(NamedTuple):
     plain_bytes: int
     """What would have been sent without compression."""
     codec: str
-    """Of the last compressed operation; empty before the first."""
+    """Codec of the last compressed operation; empty before the first."""
     reason: str
     """Why `compress="auto"` chose it."""
 

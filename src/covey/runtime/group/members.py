@@ -71,7 +71,7 @@ class Member:
     accelerators: tuple[str, ...]
     platform: str
     version: str
-    """Of covey."""
+    """Release of covey."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Saves a checkpoint that needs no shared folder, on one rank of a group; all ranks do it at the same time.
 
-1. All ranks tell what they have, and compute who writes what.
+1. All ranks tell what they have, and compute which rank writes what.
 2. Each writes its shard, and sends it to its neighbours on other machines, which write it, too.
 3. All tell whether everything is on disk. If so, each machine writes the manifest: from the first one on, the
    checkpoint is complete.
@@ -77,11 +77,11 @@ class SaveReport:
 
     step: int
     path: str
-    """Of this machine's part."""
+    """Path of this machine's part."""
     bytes_written: int
     """That this rank wrote: its shard, and copies of others."""
     total_bytes: int
-    """Of all shards, without copies."""
+    """Bytes of all shards, without copies."""
     ranks: tuple[int, ...]
     """Whose state is in the checkpoint: those that were not lost."""
     seconds: float

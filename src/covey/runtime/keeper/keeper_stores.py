@@ -25,7 +25,7 @@ class KeeperStores:
         self._driver: StoreDriver | None = None
         self._generation = -1
         self._seats: tuple[Seat, ...] = ()
-        """Of the last generation, by rank."""
+        """Seats of the last generation, by rank."""
         self._seat_of: dict[bytes, Seat] = {}
         """By life, of the last generation."""
         self._askers: dict[int, _Asker] = {}

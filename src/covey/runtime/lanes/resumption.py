@@ -79,7 +79,7 @@ class _Stream:
     """One stream of a lane."""
 
     number: int = 0
-    """Of the last try, of either end."""
+    """Number of the last try, of either end."""
     dead_since: float | None = None
     task: asyncio.Task[None] | None = None
     asked_at: float = 0.0

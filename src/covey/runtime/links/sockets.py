@@ -37,7 +37,7 @@ class RelayedWay(NamedTuple):
     """A way to a node through a relay."""
 
     ip: str
-    """Of the relay."""
+    """Address of the relay."""
     port: int
     key: RelayKey
     token: bytes
@@ -49,12 +49,12 @@ class QuicWay(NamedTuple):
 
     ip: str
     port: int
-    """Of UDP."""
+    """UDP port."""
     flow: int
     scope: int
-    """Of an IPv6 address that is valid on one interface only; else 0."""
+    """Scope of an IPv6 address that is valid on one interface only; else 0."""
     pump: QuicPump
-    """Of this process."""
+    """The pump of this process."""
 
 
 class RelayedSocket(socket.socket):

@@ -61,7 +61,7 @@ STACKS: Final = "stacks"
 KEEPER_ANSWER_SECONDS: Final = 0.5
 """How long the keeper may take to say how the machine is used; views wait for longer."""
 STACKS_LIMIT_BYTES: Final = 200_000
-"""Of the stacks of one process: they fit into a frame."""
+"""Most bytes of the stacks of one process: they fit into a frame."""
 SHARED_TAIL_BYTES: Final = 256 << 10
 """What an asker gets of the output before its first question, of all logs together; at least a sixteenth from each."""
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from covey.wire.pairing import Grant
 
 WHO_SECONDS: Final = 2.0
-"""How long a machine may take to say who it is."""
+"""How long a machine may take to name itself."""
 APPLYING_SECONDS: Final = 40.0
 """How long an exchange may take, with what both machines store."""
 INVITERS_LIMIT: Final = 16
@@ -187,7 +187,7 @@ async def _ask_at(where: Where) -> FoundInviter:
 
 
 def addresses_at(text: str, ports: Sequence[int]) -> list[tuple[Address, ...]]:
-    """Return the addresses that a person means who types where a machine is: for each of some ports, if none is named.
+    """Return the addresses that are meant by what a person types: for each of some ports, if none is named.
 
     Raises:
         ConfigError: it is no address.

@@ -168,9 +168,9 @@ class RemoteProcess:
         """Clear while its addresses are being compared."""
         self.measured.set()
         self.round_trip = -1.0
-        """Of a probe when the way was chosen, or of the first pings; -1 if there was none."""
+        """Seconds of a probe when the way was chosen, or of the first pings; -1 if there was none."""
         self.last_ping = -1.0
-        """Of the last ping between members; -1 before the first answer."""
+        """Seconds of the last ping between members; -1 before the first answer."""
         self.clock_offset = 0.0
         self.packet_limit = 0
         """The longest packets of lanes with it, in bytes, if longer ones seem to be swallowed on the way; else 0."""

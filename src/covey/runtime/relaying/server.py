@@ -128,7 +128,7 @@ class RelayServer:
         self._attending: dict[int, asyncio.Task[None]] = {}
         """The tasks that read from them."""
         self._sources: dict[socket.socket, str] = {}
-        """Of all connections."""
+        """Source of every connection."""
         self._counts: collections.Counter[str] = collections.Counter()
         """Connections by source."""
         self._strangers: collections.Counter[str] = collections.Counter()

@@ -54,7 +54,7 @@ class Shard:
         """The part; what was passed, or a numpy array."""
         self.axis = axis % len(part)
         self.shape = None if shape is None else tuple(map(int, shape))
-        """Of the whole array; None if it follows from the parts of all ranks."""
+        """Shape of the whole array; None if it follows from the parts of all ranks."""
         self.offset = None if offset is None else tuple(map(int, offset))
         """Where the part begins in the whole array."""
         if self.shape is not None and self.offset is not None:

@@ -230,7 +230,7 @@ def start_replica(index: int, shards: int) -> Bond:
 
 
 _bond: Bond
-"""Of the last replica that this process has made."""
+"""The bond of the last replica that this process has made."""
 
 
 def _create(options: Any, _pg_options: Any) -> ProcessGroupReplica:

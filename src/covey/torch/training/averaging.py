@@ -38,7 +38,7 @@ RANK_DONE: Final = 2
 RANK_HEAD: Final = 3
 """The number of these figures; a digest follows."""
 STATE_TAG: Final = 0x0D110C0
-"""Of the messages with the state of an inner optimizer."""
+"""Tag of the messages with the state of an inner optimizer."""
 
 
 class RankFigures(NamedTuple):

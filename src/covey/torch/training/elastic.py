@@ -136,7 +136,7 @@ class Elastic(GenerationLoop[list[int]]):
         """Steps of the whole training, as views show them."""
         self._made: GradientBuckets | None = None
         self._speeds: Sequence[float] = []
-        """Of the replicas that get shares, which `_working` has; without `replica=`, each rank is one."""
+        """Speeds of the replicas that get shares, which `_working` has; without `replica=`, each rank is one."""
         self._out: DealtBatch | None = None
         self._before: dict[str, Any] = {}
         """The position before the batch that is out, if models are sharded."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 OUTER_MOMENTUM: Final = 0.5
-"""Of the outer steps. It remembers two periods: with 0.9 and a period of a few dozen steps, outer steps overshoot."""
+"""The outer steps remember two periods: with 0.9 and a period of a few dozen steps, they overshoot."""
 STIFF_GAIN: Final = 2 * (1 + OUTER_MOMENTUM) / ((1 - OUTER_MOMENTUM) * (1 + 2 * OUTER_MOMENTUM))
 """The gain from which outer steps diverge in directions that the inner steps of one period settle (Nesterov)."""
 

@@ -227,7 +227,7 @@ class DealtBatch:
     """A global batch that was given out, as one rank sees it. A replica is a rank, or the ranks of a sharded model."""
 
     by_replica: list[list[list[int]]]
-    """Of each replica its micro-batches, at least one."""
+    """Micro-batches of each replica, at least one."""
     own: int
     """The replica of this rank."""
     given_at: float

@@ -49,7 +49,7 @@ class StepTimes:
         self._spent = 0
         self._forward = 0.0
         self._steps: list[tuple[float, float, float]] = []
-        """Of each step: seconds in all, in operations, and in the forward pass."""
+        """Seconds of each step: in all, in operations, and in the forward pass."""
         self.is_over = False
 
     def begin(self) -> None:

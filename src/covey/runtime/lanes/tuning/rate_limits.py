@@ -65,7 +65,7 @@ SENDING_REPAY_SECONDS: Final = 0.25
 which is much for a slow connection."""
 EndT = TypeVar("EndT")
 PAYLOAD_SHARE: Final = 0.95
-"""Of a packet with 1448 bytes of payload: the rest is Ethernet's and TCP's."""
+"""Share of a packet that 1448 bytes of payload are: the rest is Ethernet's and TCP's."""
 RECEIVING_DIVIDE_SECONDS: Final = 0.1
 """How often the limit is divided anew. A new share has to reach the peer, so more often would not help."""
 RECEIVING_REPAY_SECONDS: Final = 0.5

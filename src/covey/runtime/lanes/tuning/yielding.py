@@ -22,7 +22,7 @@ TARGET_PACKETS: Final = 6
 DRAIN_SECONDS: Final = 0.06
 """In about how much time a longer queue is brought to the target."""
 LEAST_SHARE: Final = 0.5
-"""Of the rate, the share that bulk may send while a queue is drained."""
+"""Share of the rate that bulk may send while a queue is drained."""
 STEP: Final = 0.01
 """By what share the rate changes with each look."""
 RANGE: Final = (0.85, 1.25)
@@ -79,7 +79,7 @@ class YieldingRate:
         self._spans: deque[float] = deque(maxlen=SPANS_KEPT)
         """What has arrived in the last spans, in bytes a second."""
         self._seconds, self._arrived = 0.0, 0
-        """Of the present span."""
+        """Seconds of the present span, and what arrived in it."""
         self._first = 0.0
         """What the kernel has measured, before a span is over."""
         self._last_queue = math.inf
