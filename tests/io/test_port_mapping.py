@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
-import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.base.errors import ConnectError
 from covey.net.router import port_mapping, upnp
@@ -15,18 +14,10 @@ from covey.net.router.port_mapping import PortMapping, ask_gateway, default_gate
 from covey.testing.gateway import GatewayThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 OUTSIDE = "192.0.2.7"
 NONCE = bytes(range(12))
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +40,7 @@ def test_a_mapped_port_of_the_router_leads_here_until_the_mapping_is_closed(
         port = listener.getsockname()[1]
         mapping = PortMapping(port)
         try:
-            until(lambda: mapping.mapped)
+            wait_until(lambda: mapping.mapped)
             assert mapping.mapped is not None
             ip, external, lifetime, used = mapping.mapped
             assert (ip, lifetime, used, mapping.problem) == (OUTSIDE, 3600, protocol, "")
@@ -74,7 +65,7 @@ def test_a_mapping_is_renewed_at_half_of_its_time(monkeypatch: pytest.MonkeyPatc
         use(monkeypatch, router)
         mapping = PortMapping(4711)
         try:
-            until(lambda: len(router.gateway.log) >= 3)
+            wait_until(lambda: len(router.gateway.log) >= 3)
             assert len({each["external"] for each in router.gateway.log}) == 1
         finally:
             mapping.close()
@@ -89,7 +80,7 @@ def test_what_cannot_be_read_does_not_end_a_mapping_for_good(
     monkeypatch.setattr(port_mapping, "default_gateway", default_gateway)
     mapping = PortMapping(4711)
     try:
-        until(lambda: mapping.problem == "ValueError; see the log")
+        wait_until(lambda: mapping.problem == "ValueError; see the log")
         assert mapping._thread.is_alive()
     finally:
         mapping.close()
@@ -111,7 +102,7 @@ def test_a_router_that_refuses_or_does_not_answer_is_named_with_what_works_inste
             ask_gateway("127.0.0.1", 1, NONCE, 60, (DEADLINE,))
         mapping = PortMapping(4711)
         try:
-            until(lambda: "refuses" in mapping.problem)
+            wait_until(lambda: "refuses" in mapping.problem)
             assert mapping.mapped is None
         finally:
             mapping.close()

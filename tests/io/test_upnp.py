@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-import time
-from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.base.errors import ConnectError
 from covey.net.router import port_mapping, upnp
@@ -15,18 +13,8 @@ from covey.net.router.port_mapping import PortMapping, ask_gateway
 from covey.net.router.upnp import UpnpPort
 from covey.testing.gateway import GatewayThread
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 OUTSIDE = "192.0.2.7"
 NONCE = bytes(range(12))
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +50,7 @@ def test_a_mapped_port_leads_here_until_the_mapping_is_closed(
         answers.kind, answers.control, answers.only_permanent = kind, control, only_permanent
         mapping = PortMapping(port)
         try:
-            until(lambda: mapping.mapped)
+            wait_until(lambda: mapping.mapped)
             assert mapping.mapped is not None
             ip, external, lifetime, used = mapping.mapped
             assert (ip, lifetime, used, mapping.problem) == (OUTSIDE, 7200, "UPnP", "")
@@ -75,7 +63,7 @@ def test_a_mapped_port_leads_here_until_the_mapping_is_closed(
                     assert inner.recv(100) == b"from outside"
         finally:
             mapping.close()
-        until(lambda: router.gateway.log[-1]["what"] == "unmapped")
+        wait_until(lambda: router.gateway.log[-1]["what"] == "unmapped")
         assert router.gateway.log[-1]["external"] == external
         assert mapping.mapped is None
         name, values = next(each for each in reversed(answers.calls) if each[0] == "AddPortMapping")
@@ -99,7 +87,7 @@ def test_a_mapping_is_renewed_with_the_same_port(monkeypatch: pytest.MonkeyPatch
         use(monkeypatch, router)
         mapping = PortMapping(listener.getsockname()[1])
         try:
-            until(lambda: len(router.gateway.log) >= 3)
+            wait_until(lambda: len(router.gateway.log) >= 3)
             assert len({each["external"] for each in router.gateway.log}) == 1
         finally:
             mapping.close()
@@ -110,7 +98,7 @@ def test_to_look_whether_the_router_speaks_upnp_changes_nothing(monkeypatch: pyt
         use(monkeypatch, router)
         assert ask_gateway("127.0.0.1", 9, NONCE, 0, (0.05,)) == (OUTSIDE, 0, 0, "UPnP")
         assert [name for name, _ in router.gateway.upnp.calls] == ["GetExternalIPAddress"]
-        until(lambda: router.gateway.upnp.searches >= 4)  # of both versions, each to the router and to all
+        wait_until(lambda: router.gateway.upnp.searches >= 4)  # of both versions, each to the router and to all
 
 
 @pytest.mark.parametrize(
@@ -140,7 +128,7 @@ def test_a_router_behind_another_one_is_told(
         use(monkeypatch, router)
         mapping = PortMapping(listener.getsockname()[1])
         try:
-            until(lambda: "the internet does not lead to" in caplog.text)
+            wait_until(lambda: "the internet does not lead to" in caplog.text)
             assert mapping.mapped is not None
             assert mapping.mapped.is_private
         finally:
@@ -164,7 +152,7 @@ def test_a_search_ends_when_the_mapping_is_closed(monkeypatch: pytest.MonkeyPatc
         use(monkeypatch, router)
         router.gateway.upnp.location = "http://127.0.0.9/"
         mapping = PortMapping(4711)
-        until(lambda: router.gateway.upnp.searches)
+        wait_until(lambda: router.gateway.upnp.searches)
         mapping.close()
         assert not mapping._thread.is_alive()
 
@@ -177,9 +165,9 @@ def test_a_mapping_that_could_not_be_renewed_is_ended_all_the_same(monkeypatch: 
         use(monkeypatch, router)
         mapping = PortMapping(listener.getsockname()[1])
         try:
-            until(lambda: router.gateway.log)
+            wait_until(lambda: router.gateway.log)
             router.gateway.upnp.error = 501
-            until(
+            wait_until(
                 lambda: "has mapped a port before; with UPnP: the router refuses: it could not do it" in mapping.problem
             )
             assert mapping.mapped is None

@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from tests.support.torch_ranks import Started
-from tests.support.waiting import DEADLINE
+from tests.support.waiting import DEADLINE, wait_until
 
 from covey.runtime.group.internals import engine_of
 from covey.runtime.keeper.keeper import LocalRun
@@ -116,7 +116,4 @@ def _serve(there: Connection, slot: int, place: dict[str, str], token: bytes, pr
 
 def await_newcomer(elastic: Elastic) -> None:
     """Wait until this rank knows of a process that waits to join."""
-    until = time.monotonic() + DEADLINE
-    while not engine_of(elastic.group).knows_change:
-        assert time.monotonic() < until
-        time.sleep(0.002)
+    wait_until(lambda: engine_of(elastic.group).knows_change)
