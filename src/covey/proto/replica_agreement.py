@@ -42,7 +42,7 @@ class ReplicaLayout(NamedTuple):
     """The replicas of a group, and whose state counts."""
 
     replicas: tuple[tuple[int, ...], ...]
-    """Of each replica its ranks, in the order of their shards."""
+    """Ranks of each replica, in the order of their shards."""
     version: int
     """The newest state that all shards have; NO_STATE if all ranks are newcomers."""
     lost: tuple[int, ...]

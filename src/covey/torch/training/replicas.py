@@ -37,7 +37,7 @@ class Replicas:
         self.may_step = True
         """Whether all ranks of this rank's replica were in the last exchange, and none was torn."""
         self.speeds: tuple[float, ...] = ()
-        """Of each replica that of its slowest rank, in the last exchange; 0 for one that has lost a rank."""
+        """Speed of the slowest rank of each replica, in the last exchange; 0 for one that has lost a rank."""
         self.was_early = False
         """Whether the last sum was early."""
         self.is_over = False
