@@ -13,7 +13,7 @@ import pytest
 from tests.support.in_turn import in_turn
 from tests.support.seeds import seeds
 
-from covey.proto.shadowing import Admission, Follower, Order, Phase, ShadowReport
+from covey.proto.shadowing import AdmissionOrder, ShadowAdmission, ShadowPhase, ShadowReplay, ShadowReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +28,8 @@ class Rank:
 
     def __init__(self, number: int, world: World) -> None:
         self.number, self.world = number, world
-        self.admission = Admission(world.holders, world.shadows)
-        self.follower = Follower[int](world.most) if number in world.shadows else None
+        self.admission = ShadowAdmission(world.holders, world.shadows)
+        self.follower = ShadowReplay[int](world.most) if number in world.shadows else None
         self.state: list[int] = list(world.before)
         self.coming: tuple[list[int], list[int]] | None = None
         """The snapshot that is on its way, and the donors that still have to send their part."""
@@ -41,7 +41,7 @@ class Rank:
             self.coming = (list(world.before), list(world.holders))
 
     def step(self, number: int) -> None:
-        if self.follower is not None and self.follower.phase is not Phase.READY:
+        if self.follower is not None and self.follower.phase is not ShadowPhase.READY:
             self.follower.keep(number, 1)
         else:
             self.state.append(number)
@@ -49,13 +49,13 @@ class Rank:
     def report(self) -> ShadowReport:
         chance, follower = self.world.chance, self.follower
         if follower is None:
-            phase = Phase.HOLDS
+            phase = ShadowPhase.HOLDS
         else:
             if self.coming is not None:
                 state, donors = self.coming
                 if donors and donors[-1] in self.world.live and chance.random() < self.world.speed:
                     donors.pop()
-                if not donors and follower.phase is Phase.RECEIVES:
+                if not donors and follower.phase is ShadowPhase.RECEIVES:
                     self.state, self.coming = list(state), None
                     follower.complete()
             for _ in range(chance.choice([1, 2, 2, 3])):
@@ -103,11 +103,11 @@ class World:
             assert len({(a.holders, a.shadows, a.compared, a.donors) for a in admissions}) == 1
             common, order = admissions[0], next(iter(orders.values()))
             self.check(common, number)
-            if order is Order.TRAIN:
+            if order is AdmissionOrder.TRAIN:
                 coming = [self.ranks[rank].coming for rank in common.shadows]
                 lost = {donor for each in coming if each is not None for donor in each[1] if donor not in told}
                 assert not lost, "a shadow waits for a rank that is lost"
-            if order is Order.SNAPSHOT:
+            if order is AdmissionOrder.SNAPSHOT:
                 self.ends["snapshots"] += 1
                 state = self.state_of(common, number)
                 for rank in common.shadows:
@@ -116,7 +116,7 @@ class World:
                         assert follower is not None
                         follower.begin()
                         self.ranks[rank].coming = (list(state), list(common.donors))
-            elif order is Order.ALONE:
+            elif order is AdmissionOrder.ALONE:
                 assert not set(told) & set(self.holders) - set(self.shadows)
                 for rank in told:
                     follower = self.ranks[rank].follower
@@ -125,9 +125,9 @@ class World:
                         while (step := follower.next()) is not None:
                             self.ranks[rank].state.append(step)
                         assert self.ranks[rank].state == self.truth(number), "a step is missing"
-            if order not in (Order.TRAIN, Order.SNAPSHOT):
+            if order not in (AdmissionOrder.TRAIN, AdmissionOrder.SNAPSHOT):
                 self.ends[order.value] += 1
-                if order is Order.WAIT and "differs" in common.reason:
+                if order is AdmissionOrder.WAIT and "differs" in common.reason:
                     assert any(self.ranks[rank].is_odd for rank in told), "a step is missing, or taken twice"
                 return self
         raise AssertionError("the admission does not end")
@@ -135,12 +135,12 @@ class World:
     def truth(self, number: int) -> list[int]:
         return [*self.before, *range(1, number + 1)]
 
-    def state_of(self, common: Admission, number: int) -> list[int]:
+    def state_of(self, common: ShadowAdmission, number: int) -> list[int]:
         found = self.ranks[common.donors[0]].state
         assert found == self.truth(number), "a snapshot is of another state"
         return found
 
-    def check(self, common: Admission, number: int) -> None:
+    def check(self, common: ShadowAdmission, number: int) -> None:
         for rank in common.holders:
             assert self.ranks[rank].state == self.truth(number), f"rank {rank} trains with another state"
             if rank in common.entered:
@@ -159,7 +159,7 @@ def test_the_courses_end_in_all_ways() -> None:
         assert ends[kind] > 3, ends
 
 
-def enter_at_once(admission: Admission, told: Any) -> bool:
+def enter_at_once(admission: ShadowAdmission, told: Any) -> bool:
     """Let shadows in after the first piece."""
     first = told[admission.holders[0]]
     if any(told[rank][1:] != first[1:] for rank in (*admission.holders, *admission.compared)):
@@ -170,43 +170,43 @@ def enter_at_once(admission: Admission, told: Any) -> bool:
     return True
 
 
-def compare_nothing(admission: Admission, told: Any) -> bool:
+def compare_nothing(admission: ShadowAdmission, told: Any) -> bool:
     admission.entered, admission.compared = admission.compared, ()
     admission.holders = tuple(sorted({*admission.holders, *admission.entered}))
     admission.shadows = tuple(rank for rank in admission.shadows if rank not in admission.entered)
     return True
 
 
-def keep_after_a_hit(follower: Follower[int], average: int, nbytes: int) -> None:
+def keep_after_a_hit(follower: ShadowReplay[int], average: int, nbytes: int) -> None:
     """Drop the oldest average at the bound, and say nothing."""
     follower._kept.append((average, nbytes))
     if len(follower._kept) > follower._most:
         follower._kept.popleft()
 
 
-def begin_without_forgetting(follower: Follower[int]) -> None:
+def begin_without_forgetting(follower: ShadowReplay[int]) -> None:
     follower._is_complete = follower._is_full = False
 
 
-def forget_losses(admission: Admission, told: Any) -> Order:
+def forget_losses(admission: ShadowAdmission, told: Any) -> AdmissionOrder:
     """Go on without looking which donors are left."""
     admission.donors = tuple(rank for rank in admission.donors if rank in told)
     return REAL_SETTLE(admission, told)
 
 
-def never_hit(admission: Admission, told: Any) -> Order:
+def never_hit(admission: ShadowAdmission, told: Any) -> AdmissionOrder:
     admission._hits.clear()
     return REAL_SETTLE(admission, told)
 
 
-REAL_SETTLE = Admission.settle
+REAL_SETTLE = ShadowAdmission.settle
 MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "compare one piece only": (Admission, "_agrees", enter_at_once),
-    "compare nothing": (Admission, "_agrees", compare_nothing),
-    "drop averages at the bound": (Follower, "keep", keep_after_a_hit),
-    "keep averages of before the snapshot": (Follower, "begin", begin_without_forgetting),
-    "wait for a part of a lost donor": (Admission, "settle", forget_losses),
-    "ask for snapshots without end": (Admission, "settle", never_hit),
+    "compare one piece only": (ShadowAdmission, "_agrees", enter_at_once),
+    "compare nothing": (ShadowAdmission, "_agrees", compare_nothing),
+    "drop averages at the bound": (ShadowReplay, "keep", keep_after_a_hit),
+    "keep averages of before the snapshot": (ShadowReplay, "begin", begin_without_forgetting),
+    "wait for a part of a lost donor": (ShadowAdmission, "settle", forget_losses),
+    "ask for snapshots without end": (ShadowAdmission, "settle", never_hit),
 }
 
 

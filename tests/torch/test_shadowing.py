@@ -16,7 +16,7 @@ from tests.torch.party import Party, await_newcomer
 
 import covey.torch.training.shadowing as shadowing
 from covey.base.errors import ConfigError
-from covey.proto.shadowing import Phase
+from covey.proto.shadowing import ShadowPhase
 from covey.torch.training.elastic import Elastic
 from covey.torch.training.sampler import ElasticSampler
 
@@ -80,9 +80,9 @@ class Training:
         return True
 
     @property
-    def phase(self) -> Phase | None:
+    def phase(self) -> ShadowPhase | None:
         """How far this rank is if it does not have the state."""
-        return Phase(self.phases[-1]) if self.phases and self.elastic._newcomers is not None else None
+        return ShadowPhase(self.phases[-1]) if self.phases and self.elastic._newcomers is not None else None
 
     def state(self) -> dict[str, Any]:
         moments = self.optimizer.state_dict()["state"]
@@ -110,12 +110,12 @@ def patch(owner: object, name: str, function: Callable[..., Any]) -> None:
 
 def delay_snapshot(elastic: Elastic, steps: int) -> None:
     """Let no snapshot of this rank be complete before so many steps of the generation."""
-    has_come = shadowing._Stream.has_come
+    has_come = shadowing._Snapshot.has_come
 
-    def has_come_late(stream: shadowing._Stream) -> bool:
+    def has_come_late(stream: shadowing._Snapshot) -> bool:
         return elastic._steps >= steps and has_come(stream)
 
-    patch(shadowing._Stream, "has_come", has_come_late)
+    patch(shadowing._Snapshot, "has_come", has_come_late)
 
 
 def delay_replay(elastic: Elastic, steps: int) -> None:
@@ -139,8 +139,8 @@ def keep(size: int, elastic: Elastic) -> None:
 
 def follow(folder: str, slot: int, tell: Callable[..., None]) -> Any:
     os.environ["COVEY_HOME"] = folder
-    shadowing.MESSAGE_BYTES = 256  # type: ignore[misc]
-    shadowing.PIECE_BYTES = 2048  # type: ignore[misc]
+    shadowing.SNAPSHOT_MESSAGE_BYTES = 256  # type: ignore[misc]
+    shadowing.COMPARED_BYTES = 2048  # type: ignore[misc]
     training = Training(slot, tell)
     elastic, saved = training.elastic, list[tuple[int, int, bool]]()
     elastic.keep_checkpoints(every=2)
@@ -152,8 +152,8 @@ def follow(folder: str, slot: int, tell: Callable[..., None]) -> Any:
         save(group, step)
 
     patch(elastic._saves, "save", note_save)
-    has_come = shadowing._Stream.has_come
-    patch(shadowing._Stream, "has_come", lambda stream: elastic.generation > 1 and has_come(stream))
+    has_come = shadowing._Snapshot.has_come
+    patch(shadowing._Snapshot, "has_come", lambda stream: elastic.generation > 1 and has_come(stream))
 
     def after_step() -> None:
         if elastic.generation == 0 and elastic.samples >= 3 * BATCH and slot >= 2:
@@ -181,7 +181,7 @@ def test_newcomers_follow_as_shadows_and_train_with_the_same_bits_as_the_others(
         entered = next(step for step, share in enumerate(shares) if share)
         assert entered >= 2, "it gets no share before its state was compared"
         assert all(shares[entered:])
-        assert phases[-1] == Phase.READY
+        assert phases[-1] == ShadowPhase.READY
     for slot in range(2):
         assert all(returned[slot][1]), "the others got shares in all steps"
     saves = [saved for *_, saved in returned.values()]
@@ -196,10 +196,13 @@ def test_newcomers_follow_as_shadows_and_train_with_the_same_bits_as_the_others(
 def die_in_phases(slot: int, tell: Callable[..., None]) -> Any:
     restart = int(os.environ["COVEY_RESTART"])
     training = Training(slot, tell)
-    elastic, dying = training.elastic, {1: Phase.RECEIVES, 2: Phase.REPLAYS, 3: Phase.READY}.get(restart)
-    if dying in (Phase.RECEIVES, Phase.REPLAYS):
+    elastic, dying = (
+        training.elastic,
+        {1: ShadowPhase.RECEIVES, 2: ShadowPhase.REPLAYS, 3: ShadowPhase.READY}.get(restart),
+    )
+    if dying in (ShadowPhase.RECEIVES, ShadowPhase.REPLAYS):
         delay_snapshot(elastic, 4)
-    if dying is Phase.REPLAYS:
+    if dying is ShadowPhase.REPLAYS:
         delay_replay(elastic, 1 << 30)
 
     def after_step() -> None:

@@ -3,7 +3,7 @@
 A shadow takes part in every average of gradients and contributes nothing. Holders give it a snapshot of their state
 after one step, in the background; it keeps the averages of the steps after that one, and takes these steps when the
 snapshot is complete. After each step all ranks tell each other how far they are, in one exchange that is all or
-nothing, so every rank computes the same `Admission` from it.
+nothing, so every rank computes the same `ShadowAdmission` from it.
 
 Invariants:
 
@@ -29,7 +29,7 @@ MOST_HITS: Final = 2
 """How often a shadow may reach its bound before all ranks wait for it."""
 
 
-class Phase(IntEnum):
+class ShadowPhase(IntEnum):
     """How far a rank is."""
 
     HOLDS = 0
@@ -54,7 +54,7 @@ class ShadowReport(NamedTuple):
     """That of the piece that is compared."""
 
 
-class Order(Enum):
+class AdmissionOrder(Enum):
     """What all ranks do next."""
 
     TRAIN = "train"
@@ -68,7 +68,7 @@ class Order(Enum):
     """No shadow is left."""
 
 
-class Admission:
+class ShadowAdmission:
     """The admission of the shadows of one generation; equal on all of its ranks."""
 
     def __init__(self, holders: Sequence[int], shadows: Sequence[int]) -> None:
@@ -90,9 +90,9 @@ class Admission:
 
     def receives(self, phase: int) -> bool:
         """Tell whether a shadow in this phase takes the next snapshot."""
-        return phase in (Phase.RECEIVES, Phase.FULL)
+        return phase in (ShadowPhase.RECEIVES, ShadowPhase.FULL)
 
-    def settle(self, told: Mapping[int, ShadowReport]) -> Order:
+    def settle(self, told: Mapping[int, ShadowReport]) -> AdmissionOrder:
         """Take what the remaining ranks told after a step; return what all of them do now."""
         self.entered = ()
         has_lost_donor = not told.keys() >= set(self.donors)
@@ -100,29 +100,29 @@ class Admission:
             tuple(rank for rank in ranks if rank in told) for ranks in (self.holders, self.shadows, self.compared)
         )
         if not self.shadows:
-            return Order.OVER
+            return AdmissionOrder.OVER
         if not self.holders:
-            return Order.ALONE
+            return AdmissionOrder.ALONE
         if self.compared and not self._agrees(told):
-            return Order.WAIT
+            return AdmissionOrder.WAIT
         if not self.shadows:
-            return Order.OVER
+            return AdmissionOrder.OVER
         receivers = [rank for rank in self.shadows if self.receives(told[rank].phase)]
-        full = [rank for rank in receivers if told[rank].phase == Phase.FULL]
+        full = [rank for rank in receivers if told[rank].phase == ShadowPhase.FULL]
         self._hits.update(full)
         if stuck := [rank for rank in full if self._hits[rank] >= MOST_HITS]:
             self.reason = (
                 f"rank {stuck[0]} could not take the state in the background: twice, the averages that it kept "
                 "meanwhile reached their bound, or a part of the state did not come"
             )
-            return Order.WAIT
+            return AdmissionOrder.WAIT
         if not self.compared:
-            self.compared = tuple(rank for rank in self.shadows if told[rank].phase == Phase.READY)
+            self.compared = tuple(rank for rank in self.shadows if told[rank].phase == ShadowPhase.READY)
             self._piece = 0
         if full or (receivers and has_lost_donor):
             self.donors = self.holders
-            return Order.SNAPSHOT
-        return Order.TRAIN
+            return AdmissionOrder.SNAPSHOT
+        return AdmissionOrder.TRAIN
 
     def _agrees(self, told: Mapping[int, ShadowReport]) -> bool:
         """Compare a piece; let the shadows in after the last one. Return False if it differs."""
@@ -143,7 +143,7 @@ class Admission:
         return True
 
 
-class Follower(Generic[AverageT]):
+class ShadowReplay(Generic[AverageT]):
     """What one shadow has: the averages since its snapshot, in order, up to a number of bytes."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -153,12 +153,12 @@ class Follower(Generic[AverageT]):
         self._is_complete = self._is_full = False
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ShadowPhase:
         if self._is_full:
-            return Phase.FULL
+            return ShadowPhase.FULL
         if not self._is_complete:
-            return Phase.RECEIVES
-        return Phase.REPLAYS if self._kept else Phase.READY
+            return ShadowPhase.RECEIVES
+        return ShadowPhase.REPLAYS if self._kept else ShadowPhase.READY
 
     @property
     def is_complete(self) -> bool:

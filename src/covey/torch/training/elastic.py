@@ -24,7 +24,7 @@ from covey.torch.training.periodic_saves import PeriodicSaves
 from covey.torch.training.replica import WeightedReduceScatter
 from covey.torch.training.replicas import Replicas
 from covey.torch.training.sampler import DealtBatch, Pace, by_speed, cut, even
-from covey.torch.training.shadowing import KEPT_BYTES, NewcomerSupport
+from covey.torch.training.shadowing import SHADOW_KEPT_BYTES, NewcomerSupport
 from covey.torch.training.structure import hand_over, local_part, share_buffers
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ class Elastic(GenerationLoop[list[int]]):
         parts = {"model": self._model, **self._parts}
         self._saves = PeriodicSaves(parts, every, keep, resume=resume)
 
-    def shadow_newcomers(self, *, most_bytes: int = KEPT_BYTES) -> None:
+    def shadow_newcomers(self, *, most_bytes: int = SHADOW_KEPT_BYTES) -> None:
         """Let newcomers get the state in the background, while the others train; without it, all ranks wait for them.
 
         Call it before the loop, on all ranks. A newcomer goes through the loop with empty shares: its `step()` keeps

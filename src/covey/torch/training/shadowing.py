@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from covey.base.errors import CoveyError, PeerLostError, RemoteProtocolError
-from covey.proto.shadowing import Admission, Follower, Order, Phase, ShadowReport
+from covey.proto.shadowing import AdmissionOrder, ShadowAdmission, ShadowPhase, ShadowReplay, ShadowReport
 from covey.runtime.group.internals import tell_of_training
 from covey.torch.training.outer import cuts
 from covey.torch.training.structure import (
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("covey")
 
-KEPT_BYTES: Final = 4 << 30
+SHADOW_KEPT_BYTES: Final = 4 << 30
 """How much of averaged gradients a newcomer keeps by default."""
-PIECE_BYTES: Final = 128 << 20
+COMPARED_BYTES: Final = 128 << 20
 """How much of the state is compared after a step: it takes some 30 ms."""
-MESSAGE_BYTES: Final = 8 << 20
-ALIGNMENT: Final = 64
+SNAPSHOT_MESSAGE_BYTES: Final = 8 << 20
+SNAPSHOT_ALIGNMENT: Final = 64
 """Of tensors in a snapshot: an optimizer goes on using this memory."""
-STREAM_SECONDS: Final = 3600.0
+SNAPSHOT_SECONDS: Final = 3600.0
 """How long a snapshot may take; the bound of what is kept ends most that take too long."""
 FEWEST_REPLAYED: Final = 2
 """Steps that a newcomer takes after each step of the others, if it has so many: with one it would not catch up."""
@@ -58,7 +58,7 @@ POSITION: Final = "elastic"
 Average = list[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
-class _Slot(NamedTuple):
+class _PlacedTensor(NamedTuple):
     """A tensor of the state in a snapshot."""
 
     name: str
@@ -77,10 +77,10 @@ class _Slot(NamedTuple):
         return memory[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
-class _Stream:
+class _Snapshot:
     """One snapshot on its way from some donors to some receivers, in a group of its own."""
 
-    def __init__(self, group: Group, parts: Mapping[int, list[_Slot]], receivers: Sequence[int]) -> None:
+    def __init__(self, group: Group, parts: Mapping[int, list[_PlacedTensor]], receivers: Sequence[int]) -> None:
         """`parts` is what each donor gives, by its rank."""
         self._rank, self._parts, self._receivers = group.rank, parts, receivers
         side = group.split(0, group.rank, priority="bulk")
@@ -101,7 +101,7 @@ class _Stream:
             )
             self._thread.start()
 
-    def _copy_and_send(self, slots: Sequence[_Slot], tensors: Mapping[str, torch.Tensor]) -> None:
+    def _copy_and_send(self, slots: Sequence[_PlacedTensor], tensors: Mapping[str, torch.Tensor]) -> None:
         try:
             memory = self.memory[self._rank] = _memory_for(slots)
             with torch.no_grad():
@@ -111,7 +111,7 @@ class _Stream:
                 for place in (self._place[rank] for rank in self._receivers if rank in self._place):
                     with contextlib.suppress(PeerLostError):
                         self._works.append(
-                            self._side.send(piece, place, tag=number, timeout=STREAM_SECONDS, async_op=True)
+                            self._side.send(piece, place, tag=number, timeout=SNAPSHOT_SECONDS, async_op=True)
                         )
         except (CoveyError, RuntimeError) as error:
             logger.warning("a part of the state was not sent in the background: %s", error)
@@ -129,7 +129,7 @@ class _Stream:
         for donor, slots in self._parts.items():
             memory = self.memory[donor] = _memory_for(slots)
             for number, piece in _pieces(memory):
-                work = self._side.recv(self._place[donor], number, out=piece, timeout=STREAM_SECONDS, async_op=True)
+                work = self._side.recv(self._place[donor], number, out=piece, timeout=SNAPSHOT_SECONDS, async_op=True)
                 self._works.append(work)
 
     def has_come(self) -> bool:
@@ -166,18 +166,18 @@ class NewcomerSupport:
         parts: Mapping[str, Any],
         take_step: Callable[[], None],
         most_bytes: int,
-        admission: Admission,
+        admission: ShadowAdmission,
     ) -> None:
         """`parts` are objects with `state_dict`; `take_step` steps the optimizer with the gradients that are set."""
         self._group, self._model, self._parts, self._take_step = group, model, parts, take_step
         self._admission = admission
         self._followed: dict[str, Any] = {name: part for name, part in parts.items() if name != POSITION}
-        self._stream: _Stream | None = None
+        self._stream: _Snapshot | None = None
         self._structure: Any = None
-        self._follower: Follower[Average] | None = None
+        self._follower: ShadowReplay[Average] | None = None
         """Of a shadow."""
         if group.rank in admission.shadows:
-            self._follower = Follower(most_bytes)
+            self._follower = ShadowReplay(most_bytes)
         self._initial = parts[POSITION].state_dict()
         self._tagger = Tagger([b"covey/shadow"])
         self._began = time.perf_counter()
@@ -202,7 +202,7 @@ class NewcomerSupport:
         holders, shadows = ([rank for rank, has in there.items() if has is wanted] for wanted in (True, False))
         if not (holders and shadows):
             return None
-        made = cls(group, model, parts, take_step, most_bytes, Admission(holders, shadows))
+        made = cls(group, model, parts, take_step, most_bytes, ShadowAdmission(holders, shadows))
         made._start_snapshot(shadows)
         return made
 
@@ -223,7 +223,7 @@ class NewcomerSupport:
         if self._stream is not None:
             self._stream.settle()
         follower = self._follower
-        if follower is None or follower.phase is Phase.READY:
+        if follower is None or follower.phase is ShadowPhase.READY:
             return False
         average = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in average:
@@ -249,17 +249,17 @@ class NewcomerSupport:
                 f"rank {', '.join(map(str, admission.entered))} took the state in the background, and trains after "
                 f"{self.steps} steps in {time.perf_counter() - self._began:.1f} s"
             )
-        if order is Order.SNAPSHOT:
+        if order is AdmissionOrder.SNAPSHOT:
             self._start_snapshot([rank for rank in admission.shadows if admission.receives(reports[rank].phase)])
-        elif order is Order.WAIT:
+        elif order is AdmissionOrder.WAIT:
             self._tell(f"all ranks wait until newcomers have the state: {admission.reason}")
             self.wait()
-        elif order is Order.ALONE:
+        elif order is AdmissionOrder.ALONE:
             self._continue_alone()
         elif not any(admission.receives(reports[rank].phase) for rank in admission.shadows):
             self.close()
         self._left_at = time.perf_counter()
-        return order in (Order.TRAIN, Order.SNAPSHOT)
+        return order in (AdmissionOrder.TRAIN, AdmissionOrder.SNAPSHOT)
 
     def wait(self) -> None:
         """Give all ranks the state before they continue."""
@@ -280,18 +280,18 @@ class NewcomerSupport:
 
     def _report(self) -> ShadowReport:
         follower = self._follower
-        if follower is not None and follower.phase is not Phase.READY:
+        if follower is not None and follower.phase is not ShadowPhase.READY:
             self._catch_up(follower)
-        phase = Phase.HOLDS if follower is None else follower.phase
+        phase = ShadowPhase.HOLDS if follower is None else follower.phase
         piece = self._admission.piece_of(self._group.rank)
         if piece is None:
             return ShadowReport(phase)
         pieces, found = self._digest(piece)
         return ShadowReport(phase, pieces, found)
 
-    def _catch_up(self, follower: Follower[Average]) -> None:
+    def _catch_up(self, follower: ShadowReplay[Average]) -> None:
         stream = self._stream
-        if follower.phase is Phase.RECEIVES and stream is not None:
+        if follower.phase is ShadowPhase.RECEIVES and stream is not None:
             try:
                 if stream.has_come():
                     self._load(stream)
@@ -306,7 +306,7 @@ class NewcomerSupport:
         while (taken < FEWEST_REPLAYED or time.perf_counter() < until) and self._replay_one(follower):
             taken += 1
 
-    def _replay_one(self, follower: Follower[Average]) -> bool:
+    def _replay_one(self, follower: ShadowReplay[Average]) -> bool:
         average = follower.next()
         if average is None:
             return False
@@ -321,7 +321,7 @@ class NewcomerSupport:
         """Continue without those that had the state: with what was followed if it is complete."""
         follower, is_behind = self._follower, True
         assert follower is not None
-        if follower.phase is Phase.RECEIVES:
+        if follower.phase is ShadowPhase.RECEIVES:
             self._catch_up(follower)
         if follower.is_complete:
             while self._replay_one(follower):
@@ -353,7 +353,7 @@ class NewcomerSupport:
         except PeerLostError:
             return  # the next exchange lacks this donor, and asks the others
         position, structure, table = plan
-        self._stream = _Stream(group, _parts_of(table, admission.donors), receivers)
+        self._stream = _Snapshot(group, _parts_of(table, admission.donors), receivers)
         if is_donor:
             self._stream.give(tensors)
         elif group.rank in receivers:
@@ -367,7 +367,7 @@ class NewcomerSupport:
         parameters = {f"model.{name}": each.detach() for name, each in holder_of(self._model).named_parameters()}
         return structure, dict(sorted({**tensors, **parameters}.items()))
 
-    def _load(self, stream: _Stream) -> None:
+    def _load(self, stream: _Snapshot) -> None:
         tensors = stream.tensors()
         with torch.no_grad():
             for name, parameter in holder_of(self._model).named_parameters():
@@ -384,7 +384,7 @@ class NewcomerSupport:
         structure, tensors = self._state()
         rows = [(name, tensor.cpu().contiguous().view(-1)) for name, tensor in tensors.items()]
         total = sum(row.nbytes for _, row in rows)
-        start, stop = piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES
+        start, stop = piece * COMPARED_BYTES, (piece + 1) * COMPARED_BYTES
         found = [repr(to_plain(structure)).encode()]
         at = 0
         for name, row in rows:
@@ -394,7 +394,7 @@ class NewcomerSupport:
                 found.append(self._tagger.tag(row.view(torch.uint8).numpy()[low:high]))
             at += row.nbytes
         whole = np.frombuffer(b"\n".join(found), np.uint8)
-        return max(1, -(-total // PIECE_BYTES)), int.from_bytes(self._tagger.tag(whole)[:8], "little", signed=True)
+        return max(1, -(-total // COMPARED_BYTES)), int.from_bytes(self._tagger.tag(whole)[:8], "little", signed=True)
 
     def _tell(self, text: str) -> None:
         """Say something once in the run."""
@@ -403,7 +403,7 @@ class NewcomerSupport:
             tell_of_training(self._group, text)
 
 
-def _parts_of(table: Any, donors: Sequence[int]) -> dict[int, list[_Slot]]:
+def _parts_of(table: Any, donors: Sequence[int]) -> dict[int, list[_PlacedTensor]]:
     """Divide a state between donors: consecutive tensors, of about equal weight.
 
     Raises:
@@ -413,24 +413,24 @@ def _parts_of(table: Any, donors: Sequence[int]) -> dict[int, list[_Slot]]:
         rows = [(str(name), getattr(torch, dtype), tuple(map(int, shape))) for name, dtype, shape in table]
     except (TypeError, ValueError, AttributeError) as error:
         raise RemoteProtocolError(f"a rank sent a table of its state that makes no sense: {error}") from error
-    found: dict[int, list[_Slot]] = {}
-    sizes = [_Slot(*row, 0).nbytes for row in rows]
+    found: dict[int, list[_PlacedTensor]] = {}
+    sizes = [_PlacedTensor(*row, 0).nbytes for row in rows]
     count = min(len(donors), len(rows))
     for donor, (first, last) in zip(donors, cuts(sizes, count) if count else [], strict=False):
         at = 0
         found[donor] = []
         for row, size in zip(rows[first:last], sizes[first:last], strict=True):
-            found[donor].append(_Slot(*row, at))
-            at += -(-size // ALIGNMENT) * ALIGNMENT
+            found[donor].append(_PlacedTensor(*row, at))
+            at += -(-size // SNAPSHOT_ALIGNMENT) * SNAPSHOT_ALIGNMENT
     return found
 
 
-def _memory_for(slots: Sequence[_Slot]) -> torch.Tensor:
+def _memory_for(slots: Sequence[_PlacedTensor]) -> torch.Tensor:
     return torch.empty(max(slot.start + slot.nbytes for slot in slots), dtype=torch.uint8)
 
 
 def _pieces(memory: torch.Tensor) -> list[tuple[int, np.ndarray[Any, Any]]]:
     """Cut a part into messages, which have numbers."""
     row = memory.numpy()
-    starts = range(0, row.size, MESSAGE_BYTES)
-    return [(number, row[start : start + MESSAGE_BYTES]) for number, start in enumerate(starts)]
+    starts = range(0, row.size, SNAPSHOT_MESSAGE_BYTES)
+    return [(number, row[start : start + SNAPSHOT_MESSAGE_BYTES]) for number, start in enumerate(starts)]
