@@ -47,7 +47,7 @@ COMPARED_BYTES: Final = 128 << 20
 """How much of the state is compared after a step: it takes some 30 ms."""
 SNAPSHOT_MESSAGE_BYTES: Final = 8 << 20
 SNAPSHOT_ALIGNMENT: Final = 64
-"""Of tensors in a snapshot: an optimizer goes on using this memory."""
+"""Alignment, in bytes, of tensors in a snapshot: an optimizer uses this memory afterwards."""
 SNAPSHOT_SECONDS: Final = 3600.0
 """How long a snapshot may take; the bound of what is kept ends most that take too long."""
 FEWEST_REPLAYED: Final = 2
@@ -87,7 +87,7 @@ class _Snapshot:
         assert side is not None
         self._side = side
         self._place = {rank: place for rank in (*parts, *receivers) if (place := side.to_local(rank)) is not None}
-        """Of each rank that in the group of the stream; a rank that was lost just now has none."""
+        """Rank → rank in the group of the stream; a rank that was lost just now has none."""
         self.memory: dict[int, torch.Tensor] = {}
         self._works: list[Work[Any]] = []
         self._thread: threading.Thread | None = None
@@ -175,7 +175,7 @@ class NewcomerSupport:
         self._stream: _Snapshot | None = None
         self._structure: Any = None
         self._follower: ShadowReplay[Average] | None = None
-        """Of a shadow."""
+        """What this rank has, if it is a shadow."""
         if group.rank in admission.shadows:
             self._follower = ShadowReplay(most_bytes)
         self._initial = parts[POSITION].state_dict()
