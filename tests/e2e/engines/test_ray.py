@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.thorough
 
 PROGRAM = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 import numpy as np
 import ray
 import covey
@@ -50,13 +50,28 @@ def attempt(call):
     except Exception as error:
         return [type(error).__name__, str(error), *getattr(error, "__notes__", [])]
 
+patience = 500.0  # Ray gives its processes 30 s to start, and its workers 60 s: too little on a busy machine
+get_node = ray._private.services.get_node
+
+def get_node_with_patience(*which):
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return get_node(*which)
+        except RuntimeError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.1)
+
+ray._private.services.get_node = get_node_with_patience
+os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(patience)
 said = {}
 folder = os.environ["FOLDER"]
 ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=f"{folder}/ray")
 try:
-    said["sums"] = covey.ray.launch(total, 10, num_workers=3)
-    said["failed"] = attempt(lambda: covey.ray.launch(fail, num_workers=2))
-    said["left"] = covey.ray.launch(die, num_workers=3, on_loss="continue")
+    said["sums"] = covey.ray.launch(total, 10, num_workers=3, start_timeout=patience)
+    said["failed"] = attempt(lambda: covey.ray.launch(fail, num_workers=2, start_timeout=patience))
+    said["left"] = covey.ray.launch(die, num_workers=3, on_loss="continue", start_timeout=patience)
     said["too many"] = attempt(lambda: covey.ray.launch(total, 1, num_workers=9, start_timeout=0.5))
 
     from ray.train import RunConfig, ScalingConfig
@@ -77,7 +92,8 @@ print(json.dumps(said))
 
 
 def test_a_function_runs_as_the_ranks_of_ray_actors_and_ray_train_uses_covey(job: Job) -> None:
-    said = finish(job.start(PROGRAM, FOLDER=job.folder, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0)).report
+    patience = {"RAY_agent_register_timeout_ms": 500_000}
+    said = finish(job.start(PROGRAM, FOLDER=job.folder, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0, **patience)).report
     assert said["sums"] == [[0, 60.0], [1, 60.0], [2, 60.0]]
     kind, text, note = said["failed"]
     assert (kind, text) == ("ValueError", "told")
