@@ -128,6 +128,7 @@ class MessageLink:
         """Whether the peer has said that nothing follows."""
         self.is_failed = False
         """Whether the peer is gone."""
+        self._has_lane = False
         # Towards the peer.
         self._next_id = 0
         self._used = 0
@@ -161,7 +162,7 @@ class MessageLink:
 
     def lane_opened(self) -> None:
         """Use a new connection: continue where the last one broke."""
-        self._awaits_start = False
+        self._awaits_start, self._has_lane = False, True
         self.inlet.lane_opened()
         self.outlet.lane_opened(self.inlet.received)
         if self.outlet.is_in_doubt:
@@ -169,8 +170,11 @@ class MessageLink:
 
     def lane_ended(self) -> None:
         """Note that the connection ended; what was under way is kept for the next one."""
+        self._has_lane = False
         self.outlet.lane_ended()
         self._host.resuming.discard(self._peer)
+        if self.is_failed:
+            self.inlet.clear()
 
     def fell_quiet(self) -> None:
         """Note that nothing moves on the connection for a moment, and say how much has arrived, if that was not said.
@@ -268,6 +272,8 @@ class MessageLink:
         for frames in self._frames:
             frames.clear()
         self.outlet.clear()
+        if not self._has_lane:  # else what is on its way has to be read to its end
+            self.inlet.clear()
         return arrivals
 
     # Towards the peer

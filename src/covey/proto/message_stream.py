@@ -84,6 +84,10 @@ class Inlet:
         """Continue the stream on another connection."""
         self._resume_bytes = 0
 
+    def clear(self) -> None:
+        """Drop what has arrived of a payload: nothing is received any more."""
+        self._landing, self._left, self._stop = None, 0, 0
+
     def go_on(self, landing: Landing, left: int) -> None:
         """Go on in the middle of a frame, of whose payload `left` bytes are still to come; called between frames."""
         self._landing, self._left = landing, left

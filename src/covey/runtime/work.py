@@ -144,6 +144,9 @@ class Work(Generic[T]):
 
     def exception(self) -> BaseException | None:
         """Wait for the end of the operation; return its error, or None if it succeeded."""
+        if self.has_ended and self._error is not None:
+            # Not raised: an error that other works have too would keep all that the frames of this call refer to.
+            return self._error
         try:
             self.wait()
         except BaseException:

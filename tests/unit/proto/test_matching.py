@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -445,6 +446,28 @@ def feed_more(matcher: Matcher, peer: int, data: bytes) -> None:
         buffer[:step] = data[:step]
         data = data[step:]
         matcher.link(peer).inlet.advance(step)
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_half_a_payload_is_dropped_once_its_peer_is_lost_and_the_connection_has_ended(ends_first: bool) -> None:
+    taken: list[weakref.ref[np.ndarray[Any, np.dtype[np.uint8]]]] = []
+
+    def take(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        taken.append(weakref.ref(memory := np.empty(nbytes, np.uint8)))
+        return memory
+
+    matcher = Matcher(0, 2, allocate=take)
+    receive = matcher.receive(1, 0)
+    announced = MessageHeader(wire.RTS, 0, LARGE, dtype_code=UINT8, shape=(LARGE,))
+    feed(matcher, 1, wire.encode(announced))
+    feed_more(matcher, 1, wire.encode(MessageHeader(wire.DATA, 0, LARGE)) + bytes(LARGE // 2))
+    events = [lambda: matcher.lane_ended(1), lambda: matcher.fail(1, PeerLostError("lost", rank=1))]
+    for event in events if ends_first else events[::-1]:
+        event()
+    assert isinstance(receive.error, PeerLostError)
+    matcher.completed.clear()
+    del receive
+    assert [memory() for memory in taken] == [None]
 
 
 @pytest.mark.parametrize(

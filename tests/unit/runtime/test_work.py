@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from tests.support.waiting import DEADLINE
 
@@ -216,3 +218,20 @@ def test_a_failed_work_gives_nothing_back_and_a_collective_goes_on() -> None:
     asyncio.run(cancelled(work))
     work.finish(1)
     assert work.wait(0) == 1
+
+
+def test_asking_for_the_error_of_an_ended_work_keeps_nothing_of_those_who_ask() -> None:
+    shared = ValueError("for many works")
+    kept: list[weakref.ref[Any]] = []
+
+    def ask(work: Work[None]) -> None:
+        memory = np.ones(3)
+        kept.append(weakref.ref(memory))
+        assert work.exception() is shared
+
+    for _ in range(3):
+        work: Work[None] = Work("one of them")
+        work.add_done_callback(ask)
+        work.fail(shared)
+    assert shared.__traceback__ is None
+    assert [memory() for memory in kept] == [None] * 3
