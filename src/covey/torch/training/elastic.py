@@ -26,6 +26,7 @@ from covey.torch.training.replicas import Replicas
 from covey.torch.training.sampler import DealtBatch, Pace, by_speed, cut, even
 from covey.torch.training.shadowing import SHADOW_KEPT_BYTES, NewcomerSupport
 from covey.torch.training.structure import hand_over, local_part, share_buffers
+from covey.torch.training.table_rows import tables_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -481,6 +482,7 @@ class Elastic(GenerationLoop[list[int]]):
             self._policy,
             self.feedback,
             is_overlapped=self._is_overlapped,
+            tables=tables_of(self._model, self._parameters) if self._replica is None else None,
         )
 
     def _give_out(self, group: Group) -> Iterator[list[int]]:

@@ -20,6 +20,7 @@ from covey.torch.training.drift import DIGEST_FIGURES
 from covey.torch.training.gradient_mean import consecutive
 from covey.torch.training.local_sgd import parts, which_train
 from covey.torch.training.structure import local_part
+from covey.torch.training.table_rows import TableRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,22 +35,23 @@ logger = logging.getLogger("covey")
 class Figures:
     """What ranks exchange besides gradients: one row of numbers that stay exact, in which each rank has its places."""
 
-    def __init__(self, row: torch.Tensor, counts: int, size: int) -> None:
-        """`counts` is the number of parameters, `size` that of ranks."""
+    def __init__(self, row: torch.Tensor, counts: int, size: int, tables: int = 0) -> None:
+        """`counts` is the number of parameters, `size` that of ranks, `tables` that of what may be sent as rows."""
         self.row = row
-        self.counts, self.speeds, self.done, digests, self.again = row.split(self._lengths(counts, size))
+        lengths = self._lengths(counts, size, tables)
+        self.counts, self.speeds, self.done, digests, self.again, self.rows = row.split(lengths)
         """`counts`: on how many ranks each parameter has a gradient. `speeds`, `done` (micro-batches): by rank.
-        `again`: how many ranks have changed gradients after they were sent."""
+        `again`: how many ranks have changed gradients after they were sent. `rows`: those of all ranks by table."""
         self.digests = digests.view(size, DIGEST_FIGURES)
         """Those of the parameters by rank, if they are compared in this step."""
 
     @staticmethod
-    def _lengths(counts: int, size: int) -> list[int]:
-        return [counts, size, size, size * DIGEST_FIGURES, 1]
+    def _lengths(counts: int, size: int, tables: int) -> list[int]:
+        return [counts, size, size, size * DIGEST_FIGURES, 1, tables]
 
     @classmethod
-    def length(cls, counts: int, size: int) -> int:
-        return sum(cls._lengths(counts, size))
+    def length(cls, counts: int, size: int, tables: int = 0) -> int:
+        return sum(cls._lengths(counts, size, tables))
 
 
 class _Bucket:
@@ -60,7 +62,7 @@ class _Bucket:
         tensors = [local_part(parameter.detach()) for _, parameter in named]
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self.parts = consecutive([(name, tensor.shape) for (name, _), tensor in zip(named, tensors, strict=True)])
-        elements = self.parts[-1].stop
+        elements = self.parts[-1].stop if self.parts else 0
         self.row = torch.zeros(elements + figures, dtype=torch.float64 if wide else torch.float32)
         self.rooms = parts(self.row[:elements], tensors)
         self.missing = {name for name, _ in named}
@@ -84,19 +86,27 @@ class GradientBuckets:
         feedback: ErrorFeedback,
         *,
         is_overlapped: bool,
+        tables: Mapping[str, bool] | None = None,
     ) -> None:
-        """`parameters` are those that `optimizer` trains now. `policy` chooses codecs by name; None for what the group
-        was told to compress."""
+        """`parameters` are those that `optimizer` trains now; `tables`, which `tables_of` returns, may be sent as rows.
+
+        `policy` chooses codecs by name; None for what the group was told to compress.
+        """
         self._optimizer, self._trains = optimizer, which_train(optimizer)
         self._group, self._parameters, self._feedback = group, parameters, feedback
         self._policy = policy_of(group) if policy is None else policy
         self._nbytes = sum(local_part(parameter.detach()).numel() * 4 for parameter in parameters.values())
         limit = engine_of(group).config.bucket_bytes if is_overlapped and group.size > 1 else self._nbytes
-        runs = _runs(list(parameters.items())[::-1], limit)
-        count = Figures.length(len(parameters), group.size)
+        self._tables = [
+            TableRows(name, parameters[name], is_sparse=is_sparse) for name, is_sparse in (tables or {}).items()
+        ]
+        self._summed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        whole = [(name, parameter) for name, parameter in parameters.items() if name not in (tables or {})]
+        runs = _runs(whole[::-1], limit)
+        count = Figures.length(len(parameters), group.size, len(self._tables))
         self._buckets = [_Bucket(run, count if run is runs[-1] else 0) for run in runs]
         last = self._buckets[-1]
-        self.figures = Figures(last.row[-count:], len(parameters), group.size)
+        self.figures = Figures(last.row[-count:], len(parameters), group.size, len(self._tables))
         self._own_figures = torch.zeros_like(self.figures.row)
         self._of = {name: bucket for bucket in self._buckets for name, _ in bucket.named}
         self._held: dict[str, torch.Tensor] = {}
@@ -109,7 +119,7 @@ class GradientBuckets:
         """What feedback held back before this step, in case that it has to be repeated."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook_of(name))
-            for name, parameter in parameters.items()
+            for name, parameter in whole
             if len(self._buckets) > 1
         ]
 
@@ -154,10 +164,12 @@ class GradientBuckets:
                     continue
                 self._refuse_sparse(name, gradient)
                 local = local_part(gradient.detach())
-                if name in self._held:
-                    self._held[name].add_(local, alpha=samples)
-                else:
+                if name not in self._held:
                     self._held[name] = local.mul(samples)
+                elif local.is_sparse:
+                    self._held[name] = self._held[name] + local * samples
+                else:
+                    self._held[name].add_(local, alpha=samples)
 
     def sum(self, samples: int, total: int) -> tuple[int, ...]:
         """Sum what was held, the gradients, a mean over `samples` samples, and the figures; return the contributors.
@@ -175,6 +187,8 @@ class GradientBuckets:
         self.figures.counts.copy_(torch.tensor([self._has_any(name) for name in self._parameters]))
         changed = any(bucket.sent != _identities(bucket) for bucket in self._buckets[:-1])
         self.figures.again.fill_(changed)
+        for place, table in enumerate(self._tables):
+            self.figures.rows[place] = table.load(self._contribution(table.name))
         self._own_figures.copy_(self.figures.row)
         self._sum_now(last)
         for bucket in self._buckets[:-1]:
@@ -184,14 +198,18 @@ class GradientBuckets:
         if repeated:
             self._stop_overlap()
         latest = last.contributors
-        while stale := [each for each in self._buckets if each in repeated or each.contributors != latest]:
+        every: list[_Bucket | TableRows] = [*self._buckets, *self._tables]
+        while stale := [each for each in every if each in repeated or each.contributors != latest]:
             repeated = []
             self._undo_feedback(stale)
-            for bucket in stale:
-                if bucket is last:
+            for each in stale:
+                if each is last:
                     self.figures.row.copy_(self._own_figures)
-                self._sum_now(bucket)
-                latest = bucket.contributors
+                if isinstance(each, TableRows):
+                    self._sum_table(each)
+                else:
+                    self._sum_now(each)
+                latest = each.contributors
         return latest
 
     def sum_without_own(self, total: int) -> tuple[int, ...]:
@@ -224,10 +242,15 @@ class GradientBuckets:
                     if parameter.grad is None:
                         parameter.grad = torch.empty_like(parameter)
                     local_part(parameter.grad.detach()).copy_(room.mul_(factor))
+            for table in self._tables:
+                if counts[table.name]:
+                    table.store(self._summed[table.name], factor)
+                else:
+                    table.parameter.grad = None
 
     def clear(self) -> None:
         """Be ready for the next step."""
-        self._held, self._kept, self._is_armed = {}, None, False
+        self._held, self._kept, self._summed, self._is_armed = {}, None, {}, False
         for bucket in self._buckets:
             bucket.missing, bucket.finish = {name for name, _ in bucket.named}, None
         self.figures.row.zero_()
@@ -268,10 +291,31 @@ class GradientBuckets:
         gradients_of(self._group).sum_row(bucket.row.numpy(), bucket.parts, self._policy, self._feedback, self._nbytes)
         bucket.contributors = self._group.contributors
 
-    def _load(self, bucket: _Bucket) -> None:
-        """Copy the contribution of this rank in."""
+    def _sum_table(self, table: TableRows) -> None:
+        self._keep_feedback()
+        rows = float(self.figures.rows[self._tables.index(table)])
+        self._summed[table.name] = table.sum(self._group, rows, self._policy, self._feedback, self._nbytes)
+
+    def _contribution(self, name: str) -> torch.Tensor | None:
+        """Return what this rank adds to the sum of a table."""
+        gradient, held = self._parameters[name].grad, self._held.get(name)
+        if not self._has_any(name):
+            return None
+        own = None
+        if gradient is not None and self._samples:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            own = gradient.detach().to(wide) * (self._samples / self._total)
+        if held is None:
+            return own
+        return held / self._total if own is None else own + held / self._total
+
+    def _keep_feedback(self) -> None:
         if self._kept is None and self._policy is not None:
             self._kept = self._feedback.state_dict()
+
+    def _load(self, bucket: _Bucket) -> None:
+        """Copy the contribution of this rank in."""
+        self._keep_feedback()
         with torch.no_grad():
             for (name, parameter), room in zip(bucket.named, bucket.rooms, strict=True):
                 held = self._held.get(name)
@@ -291,16 +335,19 @@ class GradientBuckets:
     def _has_any(self, name: str) -> bool:
         return name in self._held or (self._samples > 0 and self._parameters[name].grad is not None)
 
-    @staticmethod
-    def _refuse_sparse(name: str, gradient: torch.Tensor) -> None:
-        if gradient.is_sparse:
-            raise ConfigError(f"the gradient of {name} is sparse; Elastic averages dense ones: sparse=False")
+    def _refuse_sparse(self, name: str, gradient: torch.Tensor) -> None:
+        if gradient.is_sparse and all(name != table.name for table in self._tables):
+            raise ConfigError(
+                f"the gradient of {name} is sparse; only that of an nn.Embedding or nn.EmbeddingBag that is not "
+                "sharded, and not tied to another layer, is averaged as rows: sparse=False"
+            )
 
-    def _undo_feedback(self, stale: Sequence[_Bucket]) -> None:
+    def _undo_feedback(self, stale: Sequence[_Bucket | TableRows]) -> None:
         """Forget what the sums that are repeated have left out: they did not count."""
         if self._kept:
             now = self._feedback.state_dict()
-            names = {name for bucket in stale for name, _ in bucket.named}
+            names = {name for each in stale if isinstance(each, _Bucket) for name, _ in each.named}
+            names |= {each.name for each in stale if isinstance(each, TableRows)}
             merged = {
                 part: {name: value for name, value in kept.items() if name in names}
                 | {name: value for name, value in now[part].items() if name not in names}

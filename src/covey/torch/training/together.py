@@ -29,6 +29,7 @@ from covey.torch.training.pools import Pools
 from covey.torch.training.sampler import ElasticSampler, Pace, by_speed
 from covey.torch.training.step_times import is_asked
 from covey.torch.training.structure import hand_over, share_buffers, take_apart
+from covey.torch.training.table_rows import tables_of
 from covey.torch.training.ways import agree, choose, measure, own_pace, possible_ways, predicted, tell
 
 if TYPE_CHECKING:
@@ -413,8 +414,9 @@ class TrainTogether(GenerationLoop[Any]):
         codec = "" if self._way is None else self._way.codec
         policy = make_policy(codec or "none", smallest=0)
         self._sums = GradientBuckets(
-            self.group, self._parameters, self._optimizer, policy, self._feedback, is_overlapped=True
-        )
+            self.group, self._parameters, self._optimizer, policy, self._feedback, is_overlapped=True,
+            tables=tables_of(self._model, self._parameters),
+        )  # fmt: skip
 
     def _let_go(self) -> None:
         self._close_sums()
