@@ -33,8 +33,35 @@ def as_gloo(rank: int, size: int, store: str, backend: str | None) -> None:
         assert dist.get_backend(halves) == "gloo"
         assert halves.name() == "gloo"
     x = torch.arange(5.0) * (rank + 1)
+    issued = named._get_sequence_number_for_group()
     dist.all_reduce(x, group=named)
+    named._set_sequence_number_for_group()
+    assert named._get_sequence_number_for_group() == issued + 1
     assert x.tolist() == [k * size * (size + 1) / 2 for k in range(5)]
+
+
+def endless_barriers(rank: int, size: int, store: str) -> None:
+    """Lightning waits for rank 0 in a group whose deadline is 10,000 days, and calls the group's own barrier."""
+    replace("gloo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    group = dist.new_group(timeout=timedelta(days=10000))
+    group.monitored_barrier()
+    dist.monitored_barrier(group)
+    x = torch.arange(3.0) + rank
+    for is_async in (False, True):
+        work = dist.all_reduce(x, group=group, async_op=is_async)
+        if is_async:
+            work.wait()
+    assert x.tolist() == [size * (k * size + size * (size - 1) / 2) for k in range(3)]
+    said: list[object] = [None] * size
+    dist.all_gather_object(said, {"rank": rank}, group=group)
+    assert said == [{"rank": other} for other in range(size)]
+    if rank == 0:
+        dist.recv(x, 1, group=group)
+    elif rank == 1:
+        dist.send(x + rank, 0, group=group)
+    group.monitored_barrier()
+    dist.destroy_process_group(group)
 
 
 def integer_means(rank: int, size: int, store: str) -> None:

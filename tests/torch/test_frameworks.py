@@ -33,7 +33,12 @@ def test_covey_takes_the_place_only_of_the_named_backend() -> None:
 
 @pytest.mark.parametrize(
     ("program", "size"),
-    [(frameworks.integer_means, 3), (frameworks.builtin_hooks, 2), (frameworks.errors_of_torch, 2)],
+    [
+        (frameworks.integer_means, 3),
+        (frameworks.builtin_hooks, 2),
+        (frameworks.errors_of_torch, 2),
+        (frameworks.endless_barriers, 2),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_ranks_get_what_gloo_or_nccl_would_give_them(program: Callable[..., Any], size: int) -> None:

@@ -133,8 +133,9 @@ def test_what_cannot_work_says_so(
 ) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("COVEY_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=what):
+    with pytest.raises(ConfigError, match=what) as raised:
         dist.init_process_group("covey", **options)
+    assert isinstance(raised.value, dist.DistBackendError)
     assert not dist.is_initialized()
 
 
@@ -208,6 +209,7 @@ def wait_in_vain(_process: int, _size: int, _path: str, folder: str, secret: str
     enter_cluster(folder, secret)
     with pytest.raises(DeadlineError) as raised:
         dist.init_process_group("covey", init_method="covey://nobody?min_size=2", timeout=timedelta(seconds=1))
+    assert isinstance(raised.value, dist.DistBackendError)
     return str(raised.value)
 
 

@@ -51,9 +51,11 @@ def _has_joined() -> bool:
 
 def _create(options: Any, _pg_options: Any) -> Any:
     from covey.torch.backend.backend import create
+    from covey.torch.backend.work import torchs_errors
     from covey.torch.training.ddp import serve_builtin_hooks, time_steps
 
-    made = create(options)
+    with torchs_errors():
+        made = create(options)
     serve_builtin_hooks()
     time_steps()
     if made.compresses:
@@ -65,8 +67,10 @@ def _create(options: Any, _pg_options: Any) -> Any:
 
 def _meet(url: str, **options: Any) -> Iterator[Any]:
     from covey.torch.backend.rendezvous import meet
+    from covey.torch.backend.work import torchs_errors
 
-    return meet(url, **options)
+    with torchs_errors():
+        yield from meet(url, **options)
 
 
 def _meet_as_launched(torchs: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

@@ -15,7 +15,7 @@ from covey.base.errors import ConfigError
 from covey.base.numbers import ANY
 from covey.runtime.buffers import writable
 from covey.runtime.group.compression import Piece
-from covey.runtime.group.internals import policy_of
+from covey.runtime.group.internals import engine_of, policy_of
 from covey.torch.backend.description import DescribedProcessGroup
 from covey.torch.backend.operands import (
     WholeMean,
@@ -100,6 +100,13 @@ class ProcessGroupCovey(DescribedProcessGroup):
         self._issuer.seconds = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many operations were issued: torch asks groups for it by this name."""
+        return engine_of(self._group).issued
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the ranks of a group count its operations from the first one."""
 
     # Reductions
 

@@ -23,6 +23,7 @@ from covey.runtime.joining.request import JoinRequest, own_arguments
 from covey.runtime.joining.torch_env import given, gloo_variables, is_given, own_variables
 from covey.runtime.state.store import describe, encoded
 from covey.torch import entry
+from covey.torch.backend.work import torchs_errors
 from covey.wire import store as wire
 
 if TYPE_CHECKING:
@@ -156,9 +157,10 @@ class CoveyStore(dist.Store):  # type: ignore[misc]  # torch is not followed by 
     @staticmethod
     @contextlib.contextmanager
     def _naming(question: wire.Question, timeout: timedelta) -> Iterator[None]:
-        """Let an error about time say what was asked for, and be torch's own."""
+        """Let an error about time say what was asked for, and every error be torch's own, too."""
         try:
-            yield
+            with torchs_errors():
+                yield
         except DeadlineError:
             raise StoreTimeoutError(
                 f"{describe(question)}: not set within {timeout.total_seconds():g} s; "

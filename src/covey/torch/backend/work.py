@@ -3,9 +3,9 @@
 `TorchIssuer` issues them: at once on the calling thread, or queued for the thread of the group. `TorchWork` is torch's
 handle of started operations, around covey's; threads of its own run the callbacks of its future.
 
-An operation that fails raises the class that covey raises without torch, and at the same time one of torch's, which
-frameworks catch: `dist.DistBackendError`, or `dist.DistNetworkError` if a rank is lost or cannot be reached. Both are
-RuntimeErrors.
+What fails raises the class that covey raises without torch, and at the same time one of torch's, which frameworks
+catch, be it an operation, the store, or the making of a group: `dist.DistBackendError`, or `dist.DistNetworkError` if a
+rank is lost or cannot be reached. Both are RuntimeErrors.
 """
 
 from __future__ import annotations
