@@ -46,7 +46,7 @@ class TrainCase(NamedTuple):
     size: int = 2
     """The number of machines."""
     seconds: float = 60.0
-    """Of training."""
+    """Seconds of training."""
 
     @property
     def text(self) -> str:
