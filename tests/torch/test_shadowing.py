@@ -321,3 +321,9 @@ def test_all_wait_and_a_line_says_why_if_the_bound_is_hit_twice_or_the_state_dif
 def test_calls_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="must be above 0"):
         Training(0, lambda *_: None, most_bytes=0)
+
+
+def test_a_kept_gradient_of_a_sparse_table_counts_with_its_rows() -> None:
+    rows = torch.sparse_coo_tensor(torch.tensor([[1, 5]]), torch.ones(2, 4), (100, 4), check_invariants=True)
+    assert shadowing._bytes_of(rows) == 2 * 8 + 2 * 4 * 4
+    assert shadowing._bytes_of(torch.ones(100, 4)) == 1600

@@ -228,7 +228,7 @@ class NewcomerSupport:
         average = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in average:
             parameter.grad = None
-        follower.keep(average, sum(gradient.nbytes for _, gradient in average))
+        follower.keep(average, sum(_bytes_of(gradient) for _, gradient in average))
         return True
 
     # After each step
@@ -423,6 +423,13 @@ def _parts_of(table: Any, donors: Sequence[int]) -> dict[int, list[_PlacedTensor
             found[donor].append(_PlacedTensor(*row, at))
             at += -(-size // SNAPSHOT_ALIGNMENT) * SNAPSHOT_ALIGNMENT
     return found
+
+
+def _bytes_of(gradient: torch.Tensor) -> int:
+    if not gradient.is_sparse:
+        return gradient.nbytes
+    whole = gradient.coalesce()
+    return whole.indices().nbytes + whole.values().nbytes
 
 
 def _memory_for(slots: Sequence[_PlacedTensor]) -> torch.Tensor:
