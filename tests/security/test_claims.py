@@ -33,7 +33,7 @@ from covey.runtime.peers import hints, mesh, node_links, problems, reach, relay_
 from covey.runtime.peers import remote_process as early
 from covey.runtime.relaying import pipe, server
 from covey.runtime.state import audit
-from covey.wire import decoding, formation, membership, messages, seal, secret
+from covey.wire import calls, decoding, formation, membership, messages, seal, secret
 
 SECURITY = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 GATEWAY = Limits()
@@ -159,7 +159,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{decoding.CONTROL_LIMIT >> 20} MiB; {8 * TEXT_LIMIT} characters",
         f"{messages.MAX_MEMBERS}; {membership.MAX_GROUPS}; {membership.MAX_VERDICTS}",
         f"{early.LIMIT_BYTES >> 20} MiB from each node",
-        f"{incoming.HANDLERS}; {outgoing.CALLS_LIMIT}; {incoming.CALL_PAYLOAD_BYTES >> 30} GiB",
+        f"{incoming.HANDLERS}; {outgoing.CALLS_LIMIT}; {incoming.CALL_PAYLOAD_BYTES >> 30} GiB; {calls.DEPTH_LIMIT}",
         f"{refusal.REQUEST_BYTES >> 10} KiB; {refusal.MAX_RUNS}; {refusal.MAX_WORKERS}; {refusal.MAX_CALLS}; "
         f"{refusal.MAX_CONNECTIONS}",
         f"{GATEWAY.programs}; 4 of {GATEWAY.nbytes >> 20} MiB; {CALLS_OF_A_PROGRAM * GATEWAY.programs}; "

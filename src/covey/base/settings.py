@@ -48,6 +48,7 @@ _IN_CLEAR: Final = tuple(name for name in LANES if name in LANE_KINDS and not LA
 _OPTIONAL: Final = tuple(name for name in LANES if name in LANE_KINDS and LANE_KINDS[name].extra)
 _OF_THREADS: Final = tuple(kind.name for kind in LANE_KINDS.values() if kind.reach is LaneReach.THREADS)
 KERNEL_COPY: Final = ("never", "auto", "always")
+POOL_PROFILES: Final = ("training", "inference", "small")
 ON_LOSS: Final[tuple[OnLoss, ...]] = get_args(OnLoss)
 QUORUMS: Final[tuple[Quorum, ...]] = get_args(Quorum)
 PLANS: Final[tuple[PlanChoice, ...]] = get_args(PlanChoice)
@@ -272,6 +273,16 @@ class GroupConfig:
     call_bytes: int = _tuned(
         _OPERATIONS, ByteCount(1, 1 << 40), 1 << 30,
         "How many bytes the arguments or the result of a call may have, and all large arguments that a node holds.",
+    )
+    pool_bytes: int = _tuned(
+        _OPERATIONS, ByteCount(1, 1 << 50), 4 << 30,
+        "While payloads in the memory of a process have so many bytes, large arguments of further calls to it wait at "
+        "their callers. Payloads that the program has asked for count, and never wait.",
+    )
+    pool_profile: str = _tuned(
+        _OPERATIONS, OneOf(POOL_PROFILES), "training",
+        "How much memory for payloads a process keeps for later ones: up to 256 MiB (`training`), 64 MiB "
+        "(`inference`) or 8 MiB (`small`), in blocks of up to 64, 8 or 1 MiB.",
     )
     bucket_bytes: int = _tuned(
         _OPERATIONS, ByteCount(1, _LARGEST), 25 << 20,

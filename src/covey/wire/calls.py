@@ -32,6 +32,8 @@ HANDLES_LIMIT: Final = 256
 """Handles in one payload."""
 CREDIT_LIMIT: Final = 1024
 """Items of a stream that may be under way."""
+DEPTH_LIMIT: Final = 8
+"""Depths of calls that are told apart: a function that is called calls a function, and so on."""
 TRACE_LIMIT: Final = 64
 """Characters of a traceparent."""
 TRACEBACK_LINES_LIMIT: Final = 60
@@ -110,6 +112,8 @@ class CallRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Its class: those above it are served first."""
     trace: Annotated[str, msgspec.Meta(max_length=TRACE_LIMIT)] = ""
     """The W3C traceparent of the call, if its caller exports spans."""
+    depth: Annotated[int, msgspec.Meta(ge=0, lt=DEPTH_LIMIT)] = 0
+    """Calls that wait for this one: 0 if the program made it, 1 if a function made it that was called, and so on."""
 
 
 class CallResult(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.proto.calling.effects import CallEffect, CountReference, TakeHandles
-from covey.proto.calling.incoming import CALL_PAYLOAD_BYTES, HANDLERS, IncomingCalls
+from covey.proto.calling.incoming import BOUNDLESS, CALL_PAYLOAD_BYTES, HANDLERS, ArgumentMemory, IncomingCalls
 from covey.proto.calling.outgoing import OutgoingCalls
 from covey.wire import calls as wire
 
@@ -20,11 +20,17 @@ _WITH_PAYLOAD: Final = (wire.CallRequest, wire.CallResult, wire.StreamItem)
 class Calling:
     """The calls that this node makes (`outgoing`) and serves (`incoming`). Peers are seats; one may be this node."""
 
-    def __init__(self, *, handlers: int = HANDLERS, message_bytes: int = CALL_PAYLOAD_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        handlers: int = HANDLERS,
+        message_bytes: int = CALL_PAYLOAD_BYTES,
+        memory: ArgumentMemory = BOUNDLESS,
+    ) -> None:
         self.waiting: deque[CallEffect] = deque()
         """The effects that `effects` returns. A driver with several threads may take them from its left end instead."""
         self.outgoing = OutgoingCalls(self.waiting)
-        self.incoming = IncomingCalls(self.waiting, handlers=handlers, message_bytes=message_bytes)
+        self.incoming = IncomingCalls(self.waiting, handlers=handlers, message_bytes=message_bytes, memory=memory)
 
     def received(self, peer: int, message: wire.CallMessage, now: float) -> None:
         """Take a message of another node.

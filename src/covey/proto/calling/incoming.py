@@ -4,6 +4,10 @@ A call waits for the parts of its arguments, then for a handler; each queue serv
 once: with what its function returned, or before that, because it was cancelled, its deadline passed, or this node
 leaves.
 
+Parts are fetched when there is memory for them, which other calls and the program may hold. Whatever these hold, a call
+gets memory if no other one has any that is as deep or deeper: one that a function makes for a call is deeper than it.
+So of all calls of a run that wait for memory, the deepest ones wait for none that waits for them.
+
 A thread cannot be ended. So a function that still runs after the answer gives its handler back and is *left over*; so
 is the closing of a stream that was answered. As many functions may be left over as there are handlers; beyond that, a
 function keeps its handler, and a closing waits. A peer is refused whose calls would wait only for functions that have
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from covey.base.errors import RemoteProtocolError
 from covey.proto.calling.effects import (
@@ -74,14 +78,38 @@ class _Served:
     deadline: float
     state: _CallState
     credit: int
-    held_bytes: int = 0
-    """Memory that the parts of its arguments take."""
+    has_memory: bool = False
+    """Whether the parts of its arguments were asked for."""
     parts: Any = None
     """What was fetched."""
     is_answered: bool = False
     has_begun: bool = False
     is_stuck: bool = False
     """Whether its function still has its handler ANSWERED_CALLS_SECONDS after the answer."""
+
+
+class ArgumentMemory(Protocol):
+    """Memory that arguments share with everything else of the process."""
+
+    def reserve(self, nbytes: int, *, is_needed: bool) -> bool:
+        """Set so much aside until the parts are fetched, if there is room, or if it `is_needed`; return whether."""
+
+    def note_wait(self) -> None:
+        """Take note that a call waits for memory."""
+
+
+class BoundlessMemory:
+    """There is always room."""
+
+    def reserve(self, nbytes: int, *, is_needed: bool) -> bool:
+        """Return True."""
+        return True
+
+    def note_wait(self) -> None:
+        """Do nothing: no call waits."""
+
+
+BOUNDLESS: Final = BoundlessMemory()
 
 
 class IncomingCalls:
@@ -93,9 +121,10 @@ class IncomingCalls:
         *,
         handlers: int = HANDLERS,
         message_bytes: int = CALL_PAYLOAD_BYTES,
+        memory: ArgumentMemory = BOUNDLESS,
     ) -> None:
         """Serve up to `handlers` calls at a time, and arguments of up to `message_bytes` in all and for each call."""
-        self._effects = effects
+        self._effects, self._memory = effects, memory
         self._message_bytes = message_bytes
         self._calls: dict[tuple[int, int], _Served] = {}
         """Not answered, or still running."""
@@ -103,7 +132,12 @@ class IncomingCalls:
         """By peer: calls without an answer."""
         self._last: dict[int, int] = {}
         """By peer: the number of its last call."""
-        self._for_memory: ClassedQueue[_Served] = ClassedQueue()
+        self._for_memory: tuple[ClassedQueue[_Served], ...] = tuple(ClassedQueue() for _ in range(wire.DEPTH_LIMIT))
+        """By depth."""
+        self.waiting_for_memory = 0
+        """How many calls wait for memory."""
+        self._with_memory = [0] * wire.DEPTH_LIMIT
+        """By depth: calls that have memory."""
         self._for_handler: ClassedQueue[_Served] = ClassedQueue()
         self._answered: FairQueue[_Served] = FairQueue()
         """Answered calls that wait to be left over."""
@@ -161,8 +195,11 @@ class IncomingCalls:
             self._fail(served, wire.TOO_LARGE, text)
         elif request.payload.sizes:
             served.state = _CallState.WAITS_FOR_MEMORY
-            self._for_memory.push(peer, served, request.priority)
+            self._for_memory[request.depth].push(peer, served, request.priority)
+            self.waiting_for_memory += 1
             self._proceed()
+            if served.state is _CallState.WAITS_FOR_MEMORY:
+                self._memory.note_wait()
         elif self._for_handler.count or not self._handlers.take(peer):
             self._queue(served)
             self._proceed()
@@ -246,7 +283,12 @@ class IncomingCalls:
         elif isinstance(answer, wire.CallResult) and answer.payload.handles:
             self._effects.append(GiveUpHandles(peer, answer.payload))
         self._forget(served)
-        if self._for_memory.count or self._for_handler.count or self._answered.lines:
+        if self.waiting_for_memory or self._for_handler.count or self._answered.lines:
+            self._proceed()
+
+    def memory_came(self) -> None:
+        """Look again whether there is room for the calls that wait for memory."""
+        if self.waiting_for_memory:
             self._proceed()
 
     def tick(self, now: float) -> None:
@@ -259,8 +301,13 @@ class IncomingCalls:
                 self._stuck[served.peer] = self._stuck.get(served.peer, 0) + 1
             else:
                 text = f"{served.request.name!r} was not done within its timeout of {served.request.seconds:.3g} s"
-                waits = served.state is _CallState.READY and not served.has_begun
-                text += f": it waited for one of {self.running} functions to return" if waits else ""
+                if served.state is _CallState.READY and not served.has_begun:
+                    text += f": it waited for one of {self.running} functions to return"
+                elif served.state is _CallState.WAITS_FOR_MEMORY:
+                    text += (
+                        f": the node that was called had no memory for {served.request.payload.total_bytes} bytes of "
+                        "arguments; its pool_bytes and call_bytes say how much there is"
+                    )
                 self._fail(served, wire.DEADLINE_PASSED, text)
         self._proceed()
 
@@ -289,11 +336,8 @@ class IncomingCalls:
 
     def _proceed(self) -> None:
         """Start what there are memory and handlers for."""
-        while (served := self._for_memory.pop(self._has_memory)) is not None:
-            served.state = _CallState.FETCHING
-            served.held_bytes = served.request.payload.total_bytes
-            self._held_bytes += served.held_bytes
-            self._effects.append(FetchParts(served.peer, served.number, served.request.payload.sizes, is_answer=False))
+        if self.waiting_for_memory:
+            self._give_memory()
         while (served := self._answered.pop(lambda peer, _: self._left_over.take(peer))) is not None:
             if served.state is _CallState.RUNNING:
                 self._free_handler(served)
@@ -304,6 +348,18 @@ class IncomingCalls:
             self._begin(served)
         if self._stuck and self._refuse_hopeless():
             self._proceed()
+
+    def _give_memory(self) -> None:
+        """Fetch the parts of the calls for which there is memory, the deepest ones first."""
+        for queue in reversed(self._for_memory):
+            while (served := queue.pop(self._has_memory)) is not None:
+                self.waiting_for_memory -= 1
+                self._with_memory[served.request.depth] += 1
+                served.state = _CallState.FETCHING
+                served.has_memory = True
+                self._held_bytes += served.request.payload.total_bytes
+                sizes = served.request.payload.sizes
+                self._effects.append(FetchParts(served.peer, served.number, sizes, is_answer=False))
 
     def _begin(self, served: _Served) -> None:
         """Let a call use the handler that its peer has taken: to begin, or, as a stream, to go on."""
@@ -333,7 +389,10 @@ class IncomingCalls:
         return has_refused
 
     def _has_memory(self, _peer: int, served: _Served) -> bool:
-        return not self._held_bytes or self._held_bytes + served.request.payload.total_bytes <= self._message_bytes
+        size = served.request.payload.total_bytes
+        if not any(self._with_memory[served.request.depth :]):
+            return self._memory.reserve(size, is_needed=True)
+        return self._held_bytes + size <= self._message_bytes and self._memory.reserve(size, is_needed=False)
 
     def _queue(self, served: _Served) -> None:
         served.state = _CallState.READY
@@ -389,7 +448,8 @@ class IncomingCalls:
                 self._leave_over(served, _CallState.RUNNING)
                 return  # until its function returns
             case _CallState.WAITS_FOR_MEMORY:
-                self._for_memory.remove(peer, served)
+                self._for_memory[served.request.depth].remove(peer, served)
+                self.waiting_for_memory -= 1
             case _CallState.READY:
                 self._for_handler.remove(peer, served)
         if served.has_begun and served.state is not _CallState.DONE:
@@ -408,4 +468,6 @@ class IncomingCalls:
 
     def _forget(self, served: _Served) -> None:
         del self._calls[served.peer, served.number]
-        self._held_bytes -= served.held_bytes
+        if served.has_memory:
+            self._held_bytes -= served.request.payload.total_bytes
+            self._with_memory[served.request.depth] -= 1

@@ -51,6 +51,7 @@ class _Made:
     is_stream: bool
     priority: int = REALTIME
     trace: str = ""
+    depth: int = 0
     sent_as: int = 0
     """Its number in messages: those of requests grow. 0 while it waits."""
     is_concluded: bool = False
@@ -95,10 +96,11 @@ class OutgoingCalls:
         credit: int = 0,
         priority: int = REALTIME,
         trace: str = "",
+        depth: int = 0,
     ) -> int:
         """Make a call, with `credit` a stream of that many items at first; return its number."""
         number = self._numbers[peer] = self._numbers.get(peer, 0) + 1
-        made = _Made(peer, number, name, payload, parts, deadline, target, credit, credit > 0, priority, trace)
+        made = _Made(peer, number, name, payload, parts, deadline, target, credit, credit > 0, priority, trace, depth)
         if peer in self._lost:
             self._conclude(made, self._lost[peer])
             return number
@@ -120,7 +122,7 @@ class OutgoingCalls:
             self._open_to[peer] = self._open_to.get(peer, 0) + 1
             left = max(0.0, made.deadline - now)
             request = wire.CallRequest(
-                number, made.name, left, made.payload, made.target, made.credit, made.priority, made.trace
+                number, made.name, left, made.payload, made.target, made.credit, made.priority, made.trace, made.depth
             )
             self._effects.append(SendMessage(peer, request, made.parts, made.priority))
             made.payload, made.parts = _NO_PAYLOAD, None

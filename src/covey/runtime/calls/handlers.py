@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Caller:
     """The call that a function serves: `node.caller()` returns it inside of the function."""
 
-    def __init__(self, seat: Seat, name: str, deadline: float) -> None:
-        self.seat, self.name, self.deadline = seat, name, deadline
+    def __init__(self, seat: Seat, name: str, deadline: float, depth: int = 0) -> None:
+        self.seat, self.name, self.deadline, self.depth = seat, name, deadline, depth
         self.rank = -1
         """The rank that called, in the group of the node that was asked; -1 if it is not in that group."""
         self.is_cancelled = False

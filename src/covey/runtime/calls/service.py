@@ -28,11 +28,13 @@ from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
 from covey.runtime import tracing
 from covey.runtime.calls.functions import FunctionRegistry, too_large
+from covey.runtime.calls.handlers import current_caller
 from covey.runtime.calls.objects import Converters, ExportedObjects, Handle
 from covey.runtime.calls.passing import HandlePassing
 from covey.runtime.calls.serving import Serving
 from covey.runtime.calls.transport import Loopback
 from covey.runtime.calls.work import STREAM_CREDIT, CallStream, CallWork, MadeCall, MadeCalls, StreamState
+from covey.runtime.pool import UnaskedMemory, pool
 from covey.runtime.signals import HeldSignals
 from covey.wire import calls as wire
 from covey.wire.call_values import ANY_VALUE, ValueDecoder, pack
@@ -76,7 +78,10 @@ class CallService:
         `name` is that of the run. `functions` were registered by an earlier service of this process.
         """
         self._config, self._name = config, name
-        self._core = Calling(handlers=config.call_handlers, message_bytes=config.call_bytes)
+        self._memory = UnaskedMemory(pool, config.pool_bytes, self._memory_came)
+        self._awaits_memory = False
+        """Whether the pool tells when memory comes back."""
+        self._core = Calling(handlers=config.call_handlers, message_bytes=config.call_bytes, memory=self._memory)
         self._lock = threading.Lock()
         self._performing = threading.Lock()
         """Held by the thread that performs effects, which the core keeps until then."""
@@ -249,6 +254,8 @@ class CallService:
         made, now = call.made, time.monotonic()
         if apart is None:
             self._transport.note_small_call()
+        served = current_caller.get()  # the call that waits for this one, if a function makes it
+        depth = 0 if served is None else min(served.depth + 1, wire.DEPTH_LIMIT - 1)
         with self._lock:
             if (refusal := self._refusal(made, peer)) is not None:
                 if made.span is not None:
@@ -256,7 +263,7 @@ class CallService:
                 raise refusal
             number = self._core.outgoing.call(
                 peer, name, payload, now + made.seconds, now, parts=apart, target=target, credit=credit,
-                priority=priority, trace="" if made.span is None else made.span.trace,
+                priority=priority, trace="" if made.span is None else made.span.trace, depth=depth,
             )  # fmt: skip
             self.made.calls[peer, number] = call
             if isinstance(call, CallWork):
@@ -451,6 +458,20 @@ class CallService:
                     self._transport.send(outbox)
             finally:
                 self._performing.release()
+        if core.incoming.waiting_for_memory and not self._awaits_memory:
+            self._awaits_memory = True
+            self._memory.watch()
+            control.soon(self._look_for_memory)  # it may have come back just before
+
+    def _memory_came(self) -> None:
+        """Look for memory soon: this is called anywhere, in the middle of this class, too."""
+        self._awaits_memory = False
+        control.soon(self._look_for_memory)
+
+    def _look_for_memory(self) -> None:
+        """Fetch the arguments for which there is memory now. On the control loop."""
+        if not self._is_closed:
+            self._tell(self._core.incoming.memory_came)
 
     def _set_timer(self) -> None:
         """Call the core at its next deadline, until the calls are closed. On the control loop."""
@@ -482,7 +503,11 @@ class CallService:
         peer, number, sizes, is_answer = effect
         then = functools.partial(self._fetched, peer, number, is_answer)
         tag = parts_tag(number, is_answer=is_answer)
-        self._transport_to(Seat(peer)).fetch_parts(Seat(peer), tag, sizes, then)
+        try:
+            self._transport_to(Seat(peer)).fetch_parts(Seat(peer), tag, sizes, then)
+        finally:
+            if not is_answer:
+                self._memory.taken(sum(sizes))
 
     def _refuse(self, effect: done.RefuseParts) -> None:
         peer, tag = Seat(effect.peer), parts_tag(effect.number, is_answer=effect.is_answer)

@@ -72,7 +72,7 @@ class _Serving:
     def __init__(self, peer: Seat, request: wire.CallRequest, deadline: float, converter: ValueConverter) -> None:
         self.peer, self.number, self.converter = peer, request.number, converter
         self.key = peer, request.number
-        self.caller = Caller(peer, request.name, deadline)
+        self.caller = Caller(peer, request.name, deadline, request.depth)
         self.wants_stream, self.is_large = bool(request.credit), bool(request.payload.sizes)
         self.function: CallableFunction | None = None
         self.generator: Any = None

@@ -28,6 +28,7 @@ from covey.runtime.group.internals import engine_of
 from covey.runtime.lanes.groups import GroupRegistry
 from covey.runtime.lanes.lanes import Lanes
 from covey.runtime.peers.peer_table import Inbox, PeerTable, Routes
+from covey.runtime.pool import PROFILES, pool
 from covey.runtime.report_files import open_sinks
 from covey.runtime.report_log import ReportLog
 from covey.runtime.state.checkpoints import Checkpoints
@@ -160,6 +161,7 @@ class NodeParts:
             closes: what is closed with this node, besides the acceptor of the endpoint.
         """
         self.seat, self.size, self.run, self.config = seat, size, run, config
+        pool.profile = PROFILES[config.pool_profile]
         self.since = time.time()
         """When this process was about to be in the run, in seconds since 1970."""
         self.credentials, self.card, self.host = endpoint.credentials, card, card.contact.host

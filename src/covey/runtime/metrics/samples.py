@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from covey.base.numbers import operation_name
 from covey.runtime.counters import process
+from covey.runtime.pool import pool
 from covey.runtime.recorder import BUCKETS, bucket_begin_ns, clock_ns
 from covey.runtime.report_log import current_log
 from covey.wire.reports import Sample
@@ -63,6 +64,9 @@ TABLE: Final = tuple(
         ("covey_calls_total", "counter", "Calls to functions of other nodes that have ended."),
         ("covey_call_failures_total", "counter", "Those of them that have raised."),
         ("covey_calls_served_total", "counter", "Calls of other nodes whose function was started here."),
+        ("covey_pool_bytes", "gauge", "Memory of the pool for payloads: in use, or kept for later ones."),
+        ("covey_pool_used_bytes", "gauge", "What is in use of it, by covey or by arrays that the program holds."),
+        ("covey_pool_waits_total", "counter", "Calls of other nodes whose arguments had to wait for memory."),
         ("covey_compressed_operations_total", "counter", "Operations that were compressed.", ("codec",)),
         ("covey_compressed_sent_bytes_total", "counter", "Bytes that compressed operations have sent.", ("codec",)),
         (
@@ -137,6 +141,9 @@ def _samples() -> Iterator[Sample]:
     yield _sample("covey_calls_total", process.calls_made)
     yield _sample("covey_call_failures_total", process.calls_failed)
     yield _sample("covey_calls_served_total", process.calls_served)
+    yield _sample("covey_pool_bytes", pool.used_bytes + pool.idle_bytes)
+    yield _sample("covey_pool_used_bytes", pool.used_bytes)
+    yield _sample("covey_pool_waits_total", pool.waits)
     for codec, traffic in sorted(totals.codecs.items()):
         yield from _of_codec(codec, traffic)
     yield _sample("covey_groups", len(groups))
