@@ -194,6 +194,9 @@ class Member:
     def freeze(self, number: int) -> None:
         asyncio.get_running_loop().call_soon(self.view_driver.frozen, number, ())
 
+    def accepted(self) -> None:
+        pass
+
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
         self.views.append(view)
         self.lost.append(lost)

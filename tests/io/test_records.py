@@ -233,6 +233,9 @@ class RecordingMember:
     def freeze(self, number: int) -> tuple[()]:
         return ()
 
+    def accepted(self) -> None:
+        pass
+
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
         self.views.append(view)
         self._assembly.news.set()

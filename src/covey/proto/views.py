@@ -32,8 +32,13 @@ def is_quorum(view: View, ranks: Collection[int]) -> bool:
 
     All members of the view count in the denominator, dead or alive, so two quorums always have a member in common.
     """
-    votes, size = len(set(ranks) & set(view.ranks)), len(view.ranks)
-    return 2 * votes > size or (2 * votes == size and view.tie_breaker in ranks)
+    return is_majority(view.ranks, view.tie_breaker, ranks)
+
+
+def is_majority(members: Collection[int], tie_breaker: int, some: Collection[int]) -> bool:
+    """Tell whether `some` of these members are more than half of them, or half with the tie-breaker."""
+    votes, size = len(set(some) & set(members)), len(members)
+    return 2 * votes > size or (2 * votes == size and tie_breaker in some)
 
 
 def next_tie_breaker(view: View, ranks: Collection[int]) -> int:

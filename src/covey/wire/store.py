@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import msgspec
 
 from covey.wire.decoding import read_from_peer
-from covey.wire.messages import Text, Worded
+from covey.wire.messages import MAX_MEMBERS, Text, Worded
 
 KEY_LIMIT: Final = 1000
 """Characters of a key."""
@@ -221,6 +221,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=32):
     change: Change
     received: Received = ()
     """Further questions whose answers the sender has: the one that `settled` names may wait for long."""
+    confirms: bool = False
+    """Whether the sender had accepted no view after the configuration when it sent this: it counts as `Confirmed`."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag=33):
@@ -258,6 +260,8 @@ class Last(msgspec.Struct, frozen=True, array_like=True, tag=36):
 
     config: Count64
     index: Count64
+    least: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)] = 1
+    """The sender proposes no view of fewer members."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=37):
@@ -305,6 +309,22 @@ class BodyPiece(msgspec.Struct, frozen=True, array_like=True, tag=40):
     data: Annotated[bytes, msgspec.Meta(max_length=BODY_PIECE_BYTES)]
 
 
+class Confirm(msgspec.Struct, frozen=True, array_like=True, tag=41):
+    """The sender orders the changes, and asks whether the receiver has accepted no view after the configuration."""
+
+    config: Count64
+    round: Count64
+    asks_again: bool = False
+    """Whether the sender has a new link: the receiver repeats what it wants to read, because that is not kept."""
+
+
+class Confirmed(msgspec.Struct, frozen=True, array_like=True, tag=42):
+    """The sender has accepted none. One that has does not answer."""
+
+    config: Count64
+    round: Count64
+
+
 def only_reads(change: Change) -> bool:
     """Tell whether a question changes nothing and never waits, so that it may be answered again and again."""
     match change:
@@ -342,7 +362,19 @@ def placed(part: Load | LoadAnswer, config: int, number: int, index: int) -> Loa
     return msgspec.structs.replace(part, config=config, part=number, index=index)
 
 
-Replication = Submit | Entry | Ack | Recover | Last | Load | LoadAnswer | Loaded
+def bytes_of(change: Change) -> int:
+    """Return about how many bytes a change has."""
+    match change:
+        case Put(entries):
+            return sum(4 * len(key) + len(value) + 16 for key, value in entries)
+        case Swap(_, expected, desired):
+            return len(expected) + len(desired)
+        case Append(_, value) | Push(_, value):
+            return len(value)
+    return 0
+
+
+Replication = Submit | Entry | Ack | Recover | Last | Load | LoadAnswer | Loaded | Confirm | Confirmed
 Body = Answer | Replication | BodyPiece
 
 _bodies: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)

@@ -31,7 +31,9 @@ WIDE_STORE: Final = "wide-store"
 """Entries of stores that end, values of more than 256 KiB, and reads by prefix (`wire.store.is_wide`)."""
 KEPT_STORE: Final = "kept-store"
 """The keeper of a run on one host orders the changes of its stores, and has their only copy (`proto.replication`)."""
-FEATURES: Final[tuple[str, ...]] = (KEPT_STORE, PASSED_HANDLES, WIDE_STORE)
+QUORUM_STORE: Final = "quorum-store"
+"""A store whose members vote on views answers what enough of them have or confirm (`proto.replication`)."""
+FEATURES: Final[tuple[str, ...]] = (KEPT_STORE, PASSED_HANDLES, QUORUM_STORE, WIDE_STORE)
 """The features that this release knows, sorted. A name is never used again with another meaning."""
 REQUIRED: Final[tuple[str, ...]] = ()
 """Those of them that every process must know that this release talks to."""

@@ -50,6 +50,7 @@ MILESTONES: dict[int, list[tuple[int, str]]] = {
         (172, "842fa7589cec6af3223f806d4c4dc35327aaed460d6cdef531ba932ffd602519"),
         (173, "40b2b7216cfe2c2d53124690edea9e988a2c4b8fcafb8fd51785e9c881d5bf13"),
         (174, "417ed58ddb3acd361a1ae8ecb02bdfc50ccc292c7956ce5edb123878440f60c7"),
+        (178, "ba33b7565621cdeb060b512b4b58294f26278e8a93d00f50732f079fbd7291b1"),
     ],
 }
 """By protocol: numbers of lines, and the SHA-256 of so many first lines. Entries are never changed."""

@@ -81,9 +81,12 @@ class Consequences:
     def begun(self) -> None:
         self._lanes.paths.start()
 
-    def view(self, generation: int, number: int, seats: Sequence[Seat]) -> None:
-        self._stores.view(generation, number, seats)
+    def view(self, generation: int, number: int, seats: Sequence[Seat], tie_breaker: Seat) -> None:
+        self._stores.view(generation, number, seats, tie_breaker)
         self._checkpoints.view(generation, number, seats)
+
+    def sealed(self) -> None:
+        self._stores.seal()
 
     def without_views(self, seats: Sequence[Seat]) -> None:
         self._checkpoints.view(0, 0, seats)
@@ -195,6 +198,7 @@ class NodeParts:
             bytes_limit=config.store_bytes,
             features=lambda: self.views.speaks.features,
             file=StoreFile(config.store_file) if config.store_file else None,
+            least=floor,
         )
         self.checkpoints = Checkpoints(self.peers, self.tasks, self.events)
         self.views = Views(

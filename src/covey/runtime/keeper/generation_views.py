@@ -133,6 +133,9 @@ class _ViewHost:
     def freeze(self, number: int) -> None:
         """Do nothing: a keeper runs no operations."""
 
+    def accepted(self) -> None:
+        """Do nothing: the keeper decides alone, and installs the view at once."""
+
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
         """Do nothing: the view driver tells the members."""
 

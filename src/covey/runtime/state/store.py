@@ -14,14 +14,14 @@ from covey.base.errors import ClosedError, ConfigError, CoveyError, DeadlineErro
 from covey.base.numbers import Seat
 from covey.net.host.machine import waking_clock
 from covey.net.host.store_file import SAVE_AFTER, StoredEntries, StoreFile
-from covey.proto.replication import KEEPER, Answered, Replica
+from covey.proto.replication import KEEPER, Answered, Replica, Voting
 from covey.proto.store import STORE_BYTES, fits
 from covey.proto.store_copy import RUN_STORE
 from covey.runtime import loop as control
 from covey.runtime.state.store_driver import StoreDriver, StorePeer
 from covey.wire import messages
 from covey.wire import store as wire
-from covey.wire.versions import FEATURES, KEPT_STORE, WIDE_STORE
+from covey.wire.versions import FEATURES, KEPT_STORE, QUORUM_STORE, WIDE_STORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -78,6 +78,7 @@ class Stores:
         bytes_limit: int = STORE_BYTES,
         features: Callable[[], Collection[str]] = lambda: FEATURES,
         file: StoreFile | None = None,
+        least: int = 1,
     ) -> None:
         """Begin without members: questions wait for the first view. Without `peers`, this process is alone.
 
@@ -88,6 +89,7 @@ class Stores:
             bytes_limit: how much each store may hold, the same on all members.
             features: returns what all members of the run know, once it is formed.
             file: where the entries of the run's store are from one run to the next; ConfigError if it is bad.
+            least: no view that this process proposes has fewer members.
         """
         self._peers, self._tasks, self._survives_losses, self._features = peers, tasks, survives_losses, features
         self._me = peers.seat if peers is not None else Seat(0)
@@ -96,8 +98,9 @@ class Stores:
         self._keeper: StorePeer | None = None
         self._keeper_knows: Collection[str] | None = None
         """The features that the keeper and this process know, once they have been linked."""
-        self._view: tuple[int, int, Sequence[Seat]] | None = None
-        """The last view: its generation, its number and its members."""
+        self._view: tuple[int, int, Sequence[Seat], Seat | None] | None = None
+        """The last view: its generation, its number, its members and its tie-breaker."""
+        self._least = least
         self._outcomes: dict[int, Outcome] = {}
         """By number of a question."""
         self._file = file
@@ -125,12 +128,16 @@ class Stores:
         """Let the keeper of this run order the changes, if it can, and all members know that it does."""
         self._keeper = keeper
 
-    def view(self, generation: int, view: int, seats: Sequence[Seat]) -> None:
+    def view(self, generation: int, view: int, seats: Sequence[Seat], tie_breaker: Seat | None = None) -> None:
         """Take the members of a view. The keeper orders the changes, or else the member that is longest in the run."""
-        self._view = generation, view, seats
+        self._view = generation, view, seats, tie_breaker
         if generation == view == 0 and min(seats) == self._me:
             self._set_found()
         self._configure()
+
+    def seal(self) -> None:
+        """Note that a view may follow the last one without another word of this process."""
+        self._replica.seal()
 
     def keeper_up(self, features: Collection[str]) -> None:
         """Note a new link with the keeper, and the features that it knows, too."""
@@ -144,13 +151,17 @@ class Stores:
         is_kept = self._keeper is not None and KEPT_STORE in self._features()
         if self._view is None or (is_kept and self._keeper_knows is None):
             return  # a keeper of an earlier release is known by its first link
-        generation, view, seats = self._view
+        generation, view, seats, tie_breaker = self._view
+        voting = None
+        if tie_breaker is not None and self._keeper is None and self._survives_losses:
+            voting = Voting(tie_breaker, self._least) if QUORUM_STORE in self._features() else None
         self._driver.configure(
             (generation << 32) + view,
             tuple(sorted(seats)),
             is_first=generation == view == 0,
             is_kept=is_kept and KEPT_STORE in (self._keeper_knows or ()),
             follows=self._file is not None and min(seats) == self._me,
+            voting=voting,
         )
         self._save_soon()
 

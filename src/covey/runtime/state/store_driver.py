@@ -19,7 +19,7 @@ from covey.wire import store as wire
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from covey.proto.replication import Replica
+    from covey.proto.replication import Replica, Voting
     from covey.runtime.links.link import Link
     from covey.wire import messages
 
@@ -89,11 +89,12 @@ class StoreDriver:
         is_first: bool = False,
         is_kept: bool = False,
         follows: bool = False,
+        voting: Voting | None = None,
     ) -> None:
         """Take the members of a view, as `Replica.configure` does. What waits is dropped: after a new view, and only
         then, all that matters is said again."""
         self._replica.advance(waking_clock())  # questions that waited for the view begin entries that end after a time
-        if self._replica.configure(config, members, is_first=is_first, is_kept=is_kept, follows=follows):
+        if self._replica.configure(config, members, is_first=is_first, is_kept=is_kept, follows=follows, voting=voting):
             self._unsent.clear()
         self.perform()
 

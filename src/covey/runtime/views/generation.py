@@ -76,8 +76,11 @@ class ViewListener(Protocol):
     def begun(self) -> None:
         """This process is in the run, and its first generation has begun."""
 
-    def view(self, generation: int, number: int, seats: Sequence[Seat]) -> None:
-        """A view has these members."""
+    def view(self, generation: int, number: int, seats: Sequence[Seat], tie_breaker: Seat) -> None:
+        """A view has these members; half of them can decide the next one if the tie-breaker is among them."""
+
+    def sealed(self) -> None:
+        """This process has accepted another view after the last one, or that one names the next generation."""
 
     def without_views(self, seats: Sequence[Seat]) -> None:
         """The run has these members, and is too large for views."""
@@ -309,6 +312,10 @@ class Generation:
             self._waiting.discard(group)
             self._states[group] = state
 
+    def accepted(self) -> None:
+        if self.is_current:
+            self._parts.listener.sealed()
+
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
         self._phase("agree")
         with self._lock:
@@ -326,7 +333,10 @@ class Generation:
                 self._peers[self.seats[rank]].note(PeerEvent.SAID_GOODBYE)
             self._parts.judge.exclude(self.seats[rank])
         self._tell_of(view, lost)
-        self._parts.listener.view(self.number, view.number, [self.seats[rank] for rank in view.ranks])
+        seats = [self.seats[rank] for rank in view.ranks]
+        self._parts.listener.view(self.number, view.number, seats, self.seats[view.tie_breaker])
+        if view.successor is not None:
+            self._parts.listener.sealed()
         for operations in groups:
             operations.install(view)
 

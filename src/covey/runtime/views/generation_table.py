@@ -257,7 +257,10 @@ class GenerationTable:
         came = cards if before is None else [member.card for member in strangers]
         self._audit.founded(founded.generation, generation.rank, cards, came, self._card)
         generation.open()
-        self._listener.view(generation.number, generation.view.number, generation.seats)
+        view = generation.view
+        self._listener.view(generation.number, view.number, generation.seats, generation.seats[view.tie_breaker])
+        if record is not None and record.accepted is not None:
+            self._listener.sealed()
         self._parts.links.founded(founded)
         for newcomer in seated:  # another member may have told it of its seat first
             for message in newcomer.early.take():

@@ -36,6 +36,9 @@ class ViewHost(Protocol):
         If some take a while to stop, return None, and call `ViewDriver.frozen` with this number once all have stopped.
         """
 
+    def accepted(self) -> None:
+        """Note that this node is about to say that it accepts a view after the last one."""
+
     def installed(self, view: View, lost: tuple[int, ...]) -> None:
         """Do what the verdicts of a view say, exclude the `lost` ranks, and go on."""
 
@@ -205,6 +208,8 @@ class ViewDriver:
             case changes.Persist(record):
                 if self._store is not None:
                     self._store(record)
+                if record.accepted is not None:
+                    self._view_host.accepted()
             case changes.Freeze(number):
                 process.elections += 1
                 if (states := self._view_host.freeze(number)) is not None:

@@ -21,7 +21,7 @@ from covey.runtime.state import store, store_driver, store_link
 from covey.runtime.tasks import Tasks
 from covey.wire import messages
 from covey.wire import store as wire
-from covey.wire.versions import FEATURES
+from covey.wire.versions import FEATURES, QUORUM_STORE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,6 +146,8 @@ def test_an_owner_that_recovers_is_not_woken_for_entries_that_it_cannot_end_yet(
     owner.advance(10.0)
     assert owner.next_end() == math.inf
     owner.heard(2, 0, 0, wire.Last(1, NO_COPY))
+    assert owner.next_end() == math.inf
+    owner.heard(2, 0, 0, wire.Ack(1, 2))  # what it begins with is committed
     assert owner.next_end() <= 10.0
     owner.advance(10.0)
     assert owner.next_end() == math.inf
@@ -153,11 +155,31 @@ def test_an_owner_that_recovers_is_not_woken_for_entries_that_it_cannot_end_yet(
 
 def test_a_process_that_reads_nothing_and_for_which_too_much_waits_loses_its_link(links: Links) -> None:
     links.meet()
+    links.hear(wire.Ack(TOGETHER, 201))  # all that it lacked
     asked = 0
     while not links.is_aborted:
-        links.ask(wire.Count())
         asked += 1
-    assert 40 < asked <= 50
+        links.stores.heard(
+            NEWCOMER, messages.Posting(0, asked, wire.encode_body(wire.Submit(TOGETHER, 0, wire.Count())))
+        )
+        links.hear(wire.Ack(TOGETHER, 201 + asked))
+    assert 20 < asked <= 50  # each is an entry and an answer
+
+
+@pytest.mark.parametrize("features", [FEATURES, tuple(each for each in FEATURES if each != QUORUM_STORE)])
+def test_a_read_waits_for_no_other_member_if_all_know_how_reads_are_confirmed(features: tuple[str, ...]) -> None:
+    newcomer: Any = SimpleNamespace(link=None, is_excluded=False)
+    stores = store.Stores(
+        PeerTable(ME, {NEWCOMER: newcomer}), Tasks("a test"), survives_losses=True, features=lambda: features
+    )
+    stores.view(0, ALONE, [ME, NEWCOMER], ME)
+    for body in (wire.Last(ALONE, NO_COPY), wire.Ack(ALONE, 1)):
+        stores.heard(NEWCOMER, messages.Posting(0, 0, wire.encode_body(body)))
+    stores.ask(0, wire.HasKeys(("a",)), outcome := Future[wire.Done]())
+    assert outcome.done() is (features == FEATURES)  # this member is the tie-breaker
+    stores.seal()
+    stores.ask(0, wire.HasKeys(("a",)), outcome := Future[wire.Done]())
+    assert not outcome.done()
 
 
 def test_a_process_that_asks_for_copies_and_reads_none_loses_its_link(links: Links) -> None:
