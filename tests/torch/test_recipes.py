@@ -13,14 +13,20 @@ pytestmark = pytest.mark.thorough  # needs packages of requirements-all.txt
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "recipes.md"
 RECIPES = ("Hugging Face Accelerate", "Hugging Face Trainer", "Lightning")
+TOGETHER = ("Accelerate", "Trainer", "Lightning")
+PROGRAMS = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+CHECK = """
+parameters = [each.detach().double().sum().item() for each in model.parameters()]
+told = [together.done, together.group.size, together.samples, losses[-1] < 0.8 * losses[0]]
+print("so:", told, parameters)
+"""
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What two ranks said about each recipe."""
     folder = tmp_path_factory.mktemp("recipes")
-    programs = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    for title, program in zip(RECIPES, programs, strict=True):
+    for title, program in zip(RECIPES, PROGRAMS[: len(RECIPES)], strict=True):
         (folder / title).write_text(program)
     return run("covey", "run", "-n", "2", recipe_ranks.__file__, *RECIPES, cwd=folder)
 
@@ -45,3 +51,15 @@ def test_steps_and_losses_are_reported_by_themselves(recipe: str, output: str) -
         assert told is not None, output
         assert int(told[1]) >= 8
         assert any("loss" in name for name in told[2].split(", ")), told[2]
+
+
+@pytest.mark.parametrize("recipe", TOGETHER)
+def test_the_recipe_with_train_together_makes_one_model_of_what_both_ranks_learn(recipe: str, tmp_path: Path) -> None:
+    programs = dict(zip(TOGETHER, PROGRAMS[len(RECIPES) :], strict=True))
+    (tmp_path / "recipe.py").write_text(programs[recipe] + CHECK)
+    output = run("covey", "run", "-n", "2", "recipe.py", cwd=tmp_path)
+    said = [re.search(rf"\[{rank}\] so: (.*)", output) for rank in (0, 1)]
+    assert said[0] is not None, output
+    assert said[1] is not None, output
+    assert said[0][1] == said[1][1]
+    assert said[0][1].startswith(f"[True, 2, {256 if recipe == 'Trainer' else 4 * 256}, True]")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from covey.base.errors import ConfigError
+from covey.runtime.joining.torch_env import TORCH_VARIABLES
 from covey.torch.backend.below import covey_group_of
 
 if TYPE_CHECKING:
@@ -30,3 +32,17 @@ def ready_group(**options: Any) -> Group:
             'torch.distributed.init_process_group("covey"), or let covey make it'
         )
     return below
+
+
+def as_one_machine() -> None:
+    """Let libraries train as if there were one process: `covey.torch.train_together` joins the ranks itself.
+
+    Call it before anything of the library is made. It then makes no process group, and wraps no model.
+
+    Raises:
+        ConfigError: torchrun has started this process, which joins the ranks by the variables that would be removed.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("train_together in a library needs covey's launcher: start the script with `covey run`")
+    for name in TORCH_VARIABLES:
+        os.environ.pop(name, None)

@@ -8,9 +8,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from transformers import TrainerCallback
+import torch
+from transformers import Trainer, TrainerCallback
 
-from covey.base.errors import CoveyError
+from covey.base.errors import ConfigError, CoveyError
 from covey.base.pace import Growing
 from covey.integrations.process_group import ready_group
 from covey.runtime.backoff import Backoff
@@ -19,8 +20,9 @@ from covey.runtime.group.internals import report_for_program
 if TYPE_CHECKING:
     from covey.proto.checkpointing import Checkpoint
     from covey.runtime.group.group import Group
+    from covey.torch.training.together import TrainTogether
 
-__all__ = ["CoveyCallback"]
+__all__ = ["CoveyCallback", "TogetherTrainer"]
 
 STOP: Final = "stop"
 """The id and the path of the checkpoint after which all ranks stop."""
@@ -74,3 +76,76 @@ class CoveyCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
             while (under_way := self.group.request_checkpoint(STOP, id=STOP)) != STOP:
                 tries.failed(f"checkpoint {under_way} is not saved on all ranks")
                 time.sleep(tries.pause)
+
+
+class TogetherTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose batches and steps are those of `covey.torch.train_together`, on all machines of a run.
+
+        covey.integrations.process_group.as_one_machine()  # before TrainingArguments
+        together = covey.torch.train_together(model, optimizer, loader, epochs=3)
+        trainer = TogetherTrainer(together, optimizer, model=model, args=arguments)
+
+    The loader's `collate_fn` makes batches that the model takes. `together` counts epochs, steps its own scheduler, and
+    ends the training: `max_steps` of the arguments only has to be large enough. The model is evaluated and saved with
+    the parameters that all ranks agree on. Gradients are accumulated and clipped on no rank.
+    """
+
+    def __init__(self, together: TrainTogether, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        self._together = together
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        callbacks = [*(options.pop("callbacks", None) or ()), _UntilDone(together)]
+        super().__init__(optimizers=(_StepsTogether(together, optimizer), constant), callbacks=callbacks, **options)
+        if self.args.gradient_accumulation_steps != 1 or self.args.max_grad_norm:
+            raise ConfigError("train_together steps for each batch: gradient_accumulation_steps=1, max_grad_norm=0")
+
+    def get_train_dataloader(self) -> Any:
+        """Return the batches of this rank."""
+        return self._together
+
+    def evaluate(self, *args: Any, **options: Any) -> Any:
+        """Evaluate what all ranks agree on."""
+        with self._together.outer_parameters():
+            return super().evaluate(*args, **options)
+
+    def save_model(self, *args: Any, **options: Any) -> None:
+        """Save what all ranks agree on."""
+        with self._together.outer_parameters():
+            super().save_model(*args, **options)
+
+
+class _StepsTogether(torch.optim.Optimizer):  # type: ignore[misc]
+    """The optimizer of a Trainer: its steps are those of all ranks."""
+
+    def __init__(self, together: TrainTogether, optimizer: torch.optim.Optimizer) -> None:
+        self._together, self._inner = together, optimizer  # its groups and state are the only ones
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def step(self, closure: Any = None) -> None:
+        """Step once, and clear the gradients."""
+        self._together.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: a step clears gradients."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer of this rank."""
+        state: dict[str, Any] = self._inner.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
+        self._inner.load_state_dict(state_dict)
+
+
+class _UntilDone(TrainerCallback):  # type: ignore[misc]
+    """Ends the training of a Trainer with the last epoch."""
+
+    def __init__(self, together: TrainTogether) -> None:
+        self._together = together
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Stop if all epochs are done; the loop then ends by itself."""
+        control.should_training_stop = self._together.done
+        return control
