@@ -427,9 +427,9 @@ def _parts_of(table: Any, donors: Sequence[int]) -> dict[int, list[_PlacedTensor
 
 def _bytes_of(gradient: torch.Tensor) -> int:
     if not gradient.is_sparse:
-        return gradient.nbytes
+        return int(gradient.nbytes)
     whole = gradient.coalesce()
-    return whole.indices().nbytes + whole.values().nbytes
+    return int(whole.indices().nbytes) + int(whole.values().nbytes)
 
 
 def _memory_for(slots: Sequence[_PlacedTensor]) -> torch.Tensor:
