@@ -245,7 +245,8 @@ def _apart(order: TrainOrder, model: nn.Module, optimizer: torch.optim.Optimizer
         if order.way == "ddp int8":
             trained.register_comm_hook(None, covey.torch.compress_hook("int8", model=model))
     if order.way == "diloco":
-        diloco = covey.torch.DiLoCo(model, optimizer, every=20, fragments=4, overlap=True, compress="int8")
+        fragments = min(4, sum(each.requires_grad for each in model.parameters()))
+        diloco = covey.torch.DiLoCo(model, optimizer, every=20, fragments=fragments, overlap=True, compress="int8")
     agreed = contextlib.nullcontext if diloco is None else diloco.outer_parameters
     return _loop(order, trained, optimizer, data, agreed=agreed, after_step=None if diloco is None else diloco.step)
 
