@@ -272,7 +272,8 @@ class Replica:
             return False
         self._config, self._members = config, members
         self._owner = KEEPER if is_kept else members[0] if members else None
-        self._follows, self._has_caught_up = is_kept and follows, False
+        self._has_caught_up = self._has_caught_up and is_kept and follows  # an older copy is better than none
+        self._follows = is_kept and follows
         self._voting, self._is_sealed, self._may_lack = voting, False, 0
         self._acked, self._sent, self._recovering, self._lasts, self._leasts = {}, {}, {}, {}, {}
         self._loading = self._source = None
