@@ -31,8 +31,9 @@ for blocking and asynchronous operations, for collectives and messages, and for 
 
 from __future__ import annotations
 
+import copy
 import enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 class Remedy(enum.Enum):
@@ -51,6 +52,12 @@ class CoveyError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), self.args, self.__dict__)  # __init__ may need more than the message
+
+    def again(self) -> Self:
+        """Return the same error for another raise: one that is raised often keeps the frames of every raise."""
+        made = copy.copy(self)
+        made.__cause__ = self.__cause__
+        return made
 
 
 class ConfigError(CoveyError, ValueError):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import numpy as np
 
-from covey.base.errors import ConfigError, MismatchError, RemoteProtocolError
+from covey.base.errors import ConfigError, CoveyError, MismatchError, RemoteProtocolError
 from covey.base.numbers import ANY, BULK, REALTIME
 from covey.proto.message import (
     Allocator,
@@ -411,7 +411,7 @@ class Matcher:
 
     def end(self, operation: Operation, error: BaseException | None = None) -> None:
         """End an operation. A receive keeps its arrival for `put_back`, and no arrival keeps a receive that is over."""
-        operation.error = error
+        operation.error = error.again() if isinstance(error, CoveyError) else error
         if isinstance(operation, Receive) and operation.arrival is not None:
             operation.arrival.receive = None  # or else both, and the payload, would wait for the cyclic collector
         self.completed.append(operation)

@@ -67,7 +67,7 @@ UNRECOVERED_LIMIT: Final = 1 << 16
 EARLY_LIMIT: Final = 4096
 """Messages of a configuration that this member does not know yet."""
 RANGES_LIMIT: Final = 1 << 14
-"""Of the numbers that one asker has used: many more than it can have questions that wait."""
+"""Numbers of one asker that are remembered: many more than it can have questions that wait."""
 NO_INDEX: Final = (1 << 62) - 1
 """The index of a `Recover` that asks only how far a member is."""
 CHANGES_ASKED: Final = 5
@@ -136,7 +136,7 @@ class Replica:
         self._owner: int | None = None
         self._follows = False
         self._has_caught_up = False
-        """Of a member that follows: whether its copy has all that was answered before this configuration."""
+        """On a member that follows, whether its copy has all that was answered before this configuration."""
         self._copy: StoreCopy | None = None
         """None until this member was given one."""
         self._loading: StoreCopy | None = None
@@ -157,29 +157,29 @@ class Replica:
         self._is_sealed = False
         """Whether this member confirms no read, and as the owner commits nothing, in this configuration."""
         self._acked: dict[int, int] = {}
-        """Of the owner, by member that holds another copy: the last change that this member has."""
+        """On the owner, by member that holds another copy: the last change that this member has."""
         self._sent: dict[int, int] = {}
-        """Of the owner, by the same: the last change that was sent to it."""
+        """On the owner, by the same: the last change that was sent to it."""
         self._leasts: dict[int, int] = {}
-        """Of the owner, by member: the fewest members of a view that it proposes."""
+        """On the owner, by member: the fewest members of a view that it proposes."""
         self._may_lack = 0
-        """Of the owner: how many members need not have a change that is committed."""
+        """On the owner, how many members need not have a change that is committed."""
         self._start = 0
-        """Of the owner: the last of the changes with which it begins this configuration."""
+        """On the owner, the last of the changes with which it begins this configuration."""
         self._expires_at = NO_COPY
-        """Of the owner: the last change that ends entries."""
+        """On the owner, the last change that ends entries."""
         self._recovering: dict[int, int] = {}
-        """Of the owner: the members whose logs may have changes that it lacks, with how often it has asked each."""
+        """On the owner, the members whose logs may have changes that it lacks, with how often it has asked each."""
         self._lasts: dict[int, int] = {}
-        """Of the owner, by member that it recovers from: the last change of that member's copy, as the member said."""
+        """On the owner, by member that it recovers from: the last change of that member's copy, as the member said."""
         self._source: int | None = None
-        """Of an owner without a copy: the member that sends it one."""
+        """On an owner without a copy, the member that sends it one."""
         self._unanswered: deque[tuple[int, int, int, int, wire.Answer]] = deque()
-        """Of the owner: answers, each with the change that has to be committed before it is given."""
+        """On the owner, answers, each with the change that has to be committed before it is given."""
         self._begins = False
-        """Of the first owner: whether it has not taken a question yet."""
+        """On the first owner, whether it has not taken a question yet."""
         self._reads: dict[tuple[int, int], tuple[int, wire.Change]] = {}
-        """Of the owner, by asker and number: store and question of what is read once this round is confirmed."""
+        """On the owner, by asker and number: store and question of what is read once this round is confirmed."""
         self._later_reads: dict[tuple[int, int], tuple[int, wire.Change]] = {}
         """The same of the next round."""
         self._round = 0
@@ -187,13 +187,13 @@ class Replica:
         self._confirmed: set[int] = set()
         """The members that have confirmed this round."""
         self._taken: dict[int, Numbers] = {}
-        """Of the owner, by asker: the numbers of the questions that came in this configuration, or whose answers the
+        """On the owner, by asker: the numbers of the questions that came in this configuration, or whose answers the
         asker has said in it to have."""
         self._waiting: deque[tuple[int, int, int, wire.Submit]] = deque()
-        """Of the owner: questions that came before it was ready."""
+        """On the owner, questions that came before it was ready."""
         self._early: list[tuple[int, int, int, wire.Replication]] = []
         self._questions: dict[int, _Question] = {}
-        """Of this process, by number, in ascending order."""
+        """Questions of this process by number, in ascending order."""
         self._asked_so_far = 0
         self._unsaid: list[int] = []
         """Questions whose answers this process has and has not acknowledged, above the lowest one without an answer."""

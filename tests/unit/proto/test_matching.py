@@ -377,12 +377,12 @@ def test_messages_that_are_complete_outlive_their_sender() -> None:
     to_lost = world.send(content(3, LARGE), 2, 0, tag=1)
     matcher.fail(0, lost)
     world.collect()
-    assert [operation.error for operation in (landing, waits, from_any, to_lost)] == [lost] * 4
+    assert [str(operation.error) for operation in (landing, waits, from_any, to_lost)] == [str(lost)] * 4
     assert from_other not in world.over
     assert payload(matcher.receive(ANY, ANY)) == b"complete"
-    assert matcher.receive(0, 1).error is lost
+    assert str(matcher.receive(0, 1).error) == str(lost)
     assert matcher.receive(ANY, 3).error is None  # a receive from any rank has reported the loss
-    assert world.send(b"", 2, 0, tag=1).error is lost
+    assert str(world.send(b"", 2, 0, tag=1).error) == str(lost)
     world.send(b"alive", 1, 2, tag=9)
     world.pairs = [(1, 2), (2, 1)]
     world.settle()
@@ -446,6 +446,19 @@ def feed_more(matcher: Matcher, peer: int, data: bytes) -> None:
         buffer[:step] = data[:step]
         data = data[step:]
         matcher.link(peer).inlet.advance(step)
+
+
+def test_each_receive_from_a_lost_rank_has_an_error_of_its_own() -> None:
+    """One that were raised again and again would keep the frames of every raise."""
+    matcher, cause = Matcher(0, 2), OSError("cut")
+    lost = PeerLostError("rank 1 was lost", rank=1)
+    lost.__cause__ = cause
+    waiting = [matcher.receive(1, tag) for tag in range(2)]
+    matcher.fail(1, lost)
+    for receive in (*waiting, matcher.receive(1, 2), matcher.receive(1, 2)):
+        assert isinstance(receive.error, PeerLostError)
+        assert (str(receive.error), receive.error.rank, receive.error.__cause__) == ("rank 1 was lost", 1, cause)
+    assert len({id(each.error) for each in matcher.completed} | {id(lost)}) == 5
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
