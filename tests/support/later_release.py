@@ -18,7 +18,7 @@ _EDITS: Final = {
     "base/version.py": [('__version__ = "0.1.0.dev0"', f'__version__ = "{RELEASE}"')],
     "wire/versions.py": [
         ("NEWEST: Final = 3\n", "NEWEST: Final = 4\n"),
-        ("PASSED_HANDLES, WIDE_STORE)", f'PASSED_HANDLES, "{FEATURE}", WIDE_STORE)'),
+        (", WIDE_STORE)", f', "{FEATURE}", WIDE_STORE)'),
     ],
     "wire/messages.py": [
         (
@@ -71,13 +71,16 @@ def build(folder: Path, *, requires: bool = False, oldest: int = 3) -> Path:
     It speaks protocol `oldest` to 4, and with `requires` only with processes that know its feature. Modules that are
     not edited bring their bytecode: it counts as long as the time of the source is the same.
     """
-    shutil.copytree(_SOURCE, folder / "covey", ignore=shutil.ignore_patterns("native"))
+    made = folder.with_name(f"{folder.name}-part")  # a build that fails is no release of this one
+    shutil.rmtree(made, ignore_errors=True)
+    shutil.copytree(_SOURCE, made / "covey", ignore=shutil.ignore_patterns("native"))
     for name, edits in _EDITS.items():
-        _edit(folder / "covey" / name, edits)
-    versions = folder / "covey" / "wire" / "versions.py"
+        _edit(made / "covey" / name, edits)
+    versions = made / "covey" / "wire" / "versions.py"
     if requires:
         _edit(versions, [("REQUIRED: Final[tuple[str, ...]] = ()", "REQUIRED: Final = FEATURES")])
     _edit(versions, [("OLDEST: Final = 3\n", f"OLDEST: Final = {oldest}\n")])
+    made.rename(folder)
     return folder
 
 
