@@ -73,7 +73,10 @@ def launch(
                 timeout=WORKERS_ASK_EVERY if seconds is None else min(seconds, WORKERS_ASK_EVERY),
                 return_when="FIRST_COMPLETED",
             )
-        there = client.scheduler_info(n_workers=-1)["workers"]
+        try:
+            there = _addresses(client)
+        except OSError:  # the client connects anew, or ends its futures
+            there = [address for address, _ in pending.values()]
         for rank, (address, future) in list(pending.items()):
             if future.done():
                 error = future.exception() if future.status == "error" else None
@@ -90,9 +93,10 @@ def launch(
     finally:
         if pending:  # Dask cannot stop a task that runs: end its group, so that its next operation does
             client.cancel([future for _, future in pending.values()], force=True)
-            there = client.scheduler_info(n_workers=-1)["workers"]
-            left = [address for address, _ in pending.values() if address in there]
-            client.run(end, seats[0].secret, workers=left, on_error="ignore")
+            with contextlib.suppress(OSError):  # the scheduler is gone: say why the launch ended, and not this
+                there = _addresses(client)
+                left = [address for address, _ in pending.values() if address in there]
+                client.run(end, seats[0].secret, workers=left, on_error="ignore")
 
 
 def _choose(
@@ -108,7 +112,7 @@ def _choose(
             raise DeadlineError(
                 f"Dask's cluster did not have {number} workers within the start timeout of {start_timeout:g} s"
             ) from None
-    there = list(client.scheduler_info(n_workers=-1)["workers"])
+    there = _addresses(client)
     chosen = list(workers) if workers is not None else there[:number]
     if missing := [each for each in chosen if each not in there]:
         raise ConfigError(f"{missing[0]} is no worker of this Dask cluster; it has: {', '.join(there) or 'none'}")
@@ -117,6 +121,20 @@ def _choose(
     if inside := [each for each in chosen if each.startswith("inproc://")]:
         raise ConfigError(f"{inside[0]} is a thread, and a rank needs a process: use LocalCluster(processes=True)")
     return chosen
+
+
+def _addresses(client: distributed.Client) -> list[str]:
+    """Ask the scheduler which workers are there.
+
+    `Client.scheduler_info` would read the answer from a cache that the client refreshes every two seconds on another
+    thread, then without any worker.
+    """
+
+    async def ask() -> list[str]:
+        return list((await client.scheduler.identity())["workers"])
+
+    addresses: list[str] = client.sync(ask)
+    return addresses
 
 
 def _host(address: str) -> str:
