@@ -9,11 +9,10 @@ No number of these tables is written by hand: a test compares both pages and the
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from covey.lab.bench.train_courses import draw, from_json, markdown, rows
+from covey.lab.bench.train_courses import draw, from_text, markdown, rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +52,7 @@ def with_block(page: str, block: str) -> str:
 def measured(root: Path = ROOT) -> list[TrainCourse]:
     """Return the courses of the proof; none before it has run."""
     file = root / "docs" / "training.json"
-    return from_json(json.loads(file.read_text())) if file.exists() else []
+    return from_text(file.read_bytes()) if file.exists() else []
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from rich.console import Console
 from covey.base.errors import ConfigError
 from covey.lab.bench import train
 from covey.lab.bench.train import UNEVEN_SPEEDS, TrainTrial, order_of, proof
-from covey.lab.bench.train_courses import TrainCase, TrainCourse, as_json, draw, from_json, markdown, rows, table
+from covey.lab.bench.train_courses import TrainCase, TrainCourse, as_json, draw, from_text, markdown, rows, table
 
 
 def course(
@@ -109,10 +109,12 @@ def test_ranks_of_uneven_machines_compute_at_their_speeds_and_the_last_one_is_lo
 
 
 def test_courses_go_through_a_file_and_into_a_picture() -> None:
-    plain = json.loads(json.dumps(as_json(COURSES)))
-    assert from_json(plain) == COURSES
-    with pytest.raises(ConfigError, match="no file of `covey bench train --add`"):
-        from_json([{"way": "alone"}])
+    text = json.dumps(as_json(COURSES)).encode()
+    assert from_text(text) == COURSES
+    older = text.replace(b'"equal"', b'"alike"')
+    for damaged in (b"", text[:-20], b"\xff", b"5", b'[{"way": "alone"}]', older, text.replace(b'"alone"', b'"lone"')):
+        with pytest.raises(ConfigError, match="no file of `covey bench train --add`"):
+            from_text(damaged)
     picture = ElementTree.fromstring(draw([*COURSES, *UNEVEN]))
     drawn = [each.get("class") for each in picture.iter("{http://www.w3.org/2000/svg}polyline")]
     assert sorted(filter(None, drawn)) == [

@@ -394,7 +394,7 @@ def train(
         size=ranks,
     )
     console = Console()
-    courses = results.from_json(json.loads(add.read_text())) if add is not None and add.exists() else []
+    courses = results.from_text(add.read_bytes()) if add is not None and add.exists() else []
     failures: list[str] = []
     if not show:
         has = {course.case for course in courses}

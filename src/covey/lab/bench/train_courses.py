@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from dataclasses import dataclass
@@ -172,20 +173,24 @@ def as_json(courses: Iterable[TrainCourse]) -> list[dict[str, Any]]:
     return [{**course.case._asdict(), "points": course.points} for course in courses]
 
 
-def from_json(plain: Iterable[dict[str, Any]]) -> list[TrainCourse]:
-    """Return what `as_json` made plain.
+def from_text(text: bytes) -> list[TrainCourse]:
+    """Return what `as_json` made plain, from a file.
 
     Raises:
         ConfigError: it is something else.
     """
     try:
-        return [
+        found = [
             TrainCourse(
                 case=TrainCase(**{name: each[name] for name in TrainCase._fields}),
                 points=[(float(at), int(samples), float(loss)) for at, samples, loss in each["points"]],
             )
-            for each in plain
+            for each in json.loads(text)
         ]
+        for course in found:
+            if course.case.way not in WAYS or course.case.machines not in MACHINES:
+                raise ValueError(f"{course.case.way} on {course.case.machines} machines")
+        return found
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"this is no file of `covey bench train --add` ({error!r}); name another one") from error
 
