@@ -68,6 +68,7 @@ class Training:
         self.tell, self.model = tell, Net(slot)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
+        self.model.first.bias.requires_grad_(not options.pop("is_bias_frozen", False))
         data = TensorDataset(INPUTS, TARGETS, torch.arange(SAMPLES))
         self.together: TrainTogether = train_together(
             self.model, self.optimizer, DataLoader(data, batch_size=BATCH, shuffle=True), scheduler=self.scheduler,
@@ -106,22 +107,25 @@ def counts(party: Party) -> Counter[tuple[int, int]]:
 
 
 def exactly(slot: int, tell: Callable[..., None]) -> Any:
-    training = Training(slot, tell, exact=True)
+    training = Training(slot, tell, exact=True, is_bias_frozen=True)
     if slot == 0:
         take_a_step(training)  # as after a checkpoint that one rank has loaded
-    training.run()
+    training.run(lambda: thaw_bias(training))
     return training.result()
 
 
-def test_with_exact_the_numbers_are_those_of_one_machine_with_the_whole_batch() -> None:
+def thaw_bias(training: Training) -> None:
+    training.model.first.bias.requires_grad_(training.together.epoch > 0)
+
+
+def test_with_exact_the_numbers_are_those_of_one_machine_with_the_whole_batch_also_of_a_layer_that_is_thawed() -> None:
     with Party(2, exactly) as party:
         for slot in range(2):
             party.start(slot)
         returned = party.await_all()
-    whole = Training(0, lambda *_: None, exact=True)
-    take_a_step(whole)
-    whole.run()
-    single = whole.result()
+    single = exactly(0, lambda *_: None)
+    frozen = Net(0).first.bias.tolist()
+    assert all(frozen[i] != value for i, value in enumerate(single["parameters"][1]))
     for found in returned.values():
         assert (found["samples"], found["lost"], found["rate"]) == (2 * SAMPLES, 0, single["rate"])
         for mine, wanted in zip(found["parameters"], single["parameters"], strict=True):
@@ -179,6 +183,39 @@ def test_ranks_whose_optimizers_have_states_of_other_parameters_get_that_of_one_
     assert len(first) == 3
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def test_ranks_that_begin_to_share_count_steps_alike_also_with_an_optimizer_that_counts_them_in_no_tensor() -> None:
+    def body(group: Group) -> Any:
+        table = torch.nn.Embedding(5, 2, sparse=True)
+        optimizer = torch.optim.SparseAdam(table.parameters())
+        together = train_together(table, optimizer, DataLoader(TensorDataset(torch.arange(5)), batch_size=2))
+        vars(together)["_group"] = group
+        for _ in range(group.rank + 2):
+            table(torch.arange(group.rank + 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        own = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+        together._share_optimizer()
+        group.barrier()
+        return own, optimizer.state_dict()["state"]
+
+    made = run_threads(2, body)
+    mean = (made[0][0] + made[1][0]) / 2
+    for _, state in made:
+        assert state[0]["step"] == 2
+        torch.testing.assert_close(state[0]["exp_avg"], mean)
+        torch.testing.assert_close(state, made[0][1], rtol=0, atol=0)
+
+
+def test_a_layer_that_is_thawed_is_named_where_ranks_may_train_apart_later() -> None:
+    training = Training(0, lambda *_: None, is_bias_frozen=True)
+    for inputs, targets, _ in training.together:
+        (training.model(inputs) - targets).square().mean().backward()
+        training.model.first.bias.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"first\.bias was thawed"):
+            training.together.step()
+        break
 
 
 def in_turns(slot: int, tell: Callable[..., None]) -> Any:

@@ -172,8 +172,7 @@ class DiLoCo:
             ConfigError: other parameters are trained now than at the start; says which. Or `samples` is no number of
                 samples, or was given in some steps of a period and not in others.
         """
-        if which_train(self._inner) != self._trains and (changes := self._changes()):
-            raise ConfigError(f"{changes} since DiLoCo was made; make a new one")
+        self.check_trained()
         self._clock.stop()
         self._count(samples)
         self._steps += 1
@@ -190,6 +189,15 @@ class DiLoCo:
             landed |= self._exchange()
         self._clock.start()
         return landed
+
+    def check_trained(self) -> None:
+        """Check that the optimizer trains the same parameters as at the start.
+
+        Raises:
+            ConfigError: it trains others; says which.
+        """
+        if which_train(self._inner) != self._trains and (changes := self._changes()):
+            raise ConfigError(f"{changes} since DiLoCo was made; make a new one")
 
     def send(self) -> bool:
         """Wait for the pending outer step, or send the next fragment before its time: this rank has no data.

@@ -28,7 +28,7 @@ from covey.torch.training.local_sgd import flat, parts, trained_by
 from covey.torch.training.pools import Pools
 from covey.torch.training.sampler import ElasticSampler, Pace, by_speed
 from covey.torch.training.step_times import is_asked
-from covey.torch.training.structure import hand_over, share_buffers, take_apart
+from covey.torch.training.structure import from_plain, hand_over, put_together, share_buffers, take_apart, to_plain
 from covey.torch.training.table_rows import tables_of
 from covey.torch.training.ways import agree, choose, measure, own_pace, possible_ways, predicted, tell
 
@@ -203,6 +203,7 @@ class TrainTogether(GenerationLoop[Any]):
 
     def _take_common_step(self, own: int) -> None:
         """Average the gradients over all samples of this step, and step the optimizer."""
+        self._follow_training()
         sums = self._sums
         assert sums is not None
         group, total = self.group, self._pools.total
@@ -221,6 +222,15 @@ class TrainTogether(GenerationLoop[Any]):
         self._steps += 1
         report_for_program(group, self._steps, {"samples": float(own)})
         self._end_exchange(seconds)
+
+    def _follow_training(self) -> None:
+        """Follow a layer that was frozen, unfrozen or added, which outer steps cannot."""
+        if self._sums is None or self._sums.is_up_to_date:
+            return
+        if not self._is_exact:
+            self._diloco.check_trained()
+        self._parameters = trained_by(self._optimizer, self._model)
+        self._prepare_sums()
 
     def _after_outer_step(self) -> None:
         figures = self._diloco.figures
@@ -434,26 +444,27 @@ class TrainTogether(GenerationLoop[Any]):
     def _share_optimizer(self) -> None:
         """Make the state of the optimizer the mean over the ranks: from now on all take the same steps.
 
-        Ranks may have states of other parameters, or none before their first step. Then all get that of one rank.
+        What is no tensor is that of the lowest rank. Ranks may have states of other parameters, or none before their
+        first step. Then all get that of one rank.
         """
         group, state = self.group, self._optimizer.state_dict()
-        _, tensors = take_apart({"state": state["state"]})
+        structure, tensors = take_apart({"state": state["state"]})
         form = [[name, *tensor.shape] for name, tensor in sorted(tensors.items())]
-        forms: list[Any] = group.all_gather_object(form)
+        told: list[Any] = group.all_gather_object([form, to_plain(structure)])
         there = group.contributors
-        if any(forms[rank] != forms[there[0]] for rank in there):
-            donor = max(there, key=lambda rank: (len(forms[rank]), -rank))
+        if any(told[rank][0] != told[there[0]][0] for rank in there):
+            donor = max(there, key=lambda rank: (len(told[rank][0]), -rank))
             hand_over(group, self._model, {"optimizer": self._optimizer}, fresh=group.rank != donor)
             return
-        ordered = [tensors[name] for name in sorted(tensors) if tensors[name].is_floating_point()]
-        if not ordered:
-            return
-        row = flat([tensor.cpu() for tensor in ordered])
-        group.all_reduce(row)
-        row /= len(group.contributors)
-        with torch.no_grad():
-            for tensor, mean in zip(ordered, parts(row, ordered), strict=True):
-                tensor.copy_(mean)
+        if ordered := [tensors[name] for name in sorted(tensors) if tensors[name].is_floating_point()]:
+            row = flat([tensor.cpu() for tensor in ordered])
+            group.all_reduce(row)
+            row /= len(group.contributors)
+            with torch.no_grad():
+                for tensor, mean in zip(ordered, parts(row, ordered), strict=True):
+                    tensor.copy_(mean)
+        if told[group.rank][1] != (first := told[there[0]][1]):  # some optimizers count steps in no tensor
+            self._optimizer.load_state_dict({**state, **put_together(from_plain(first, structure), tensors)})
 
 
 class _SharedPosition:
