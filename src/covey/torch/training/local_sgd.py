@@ -182,7 +182,9 @@ class _Agreed:
         local, values = self._local, state["values"]
         local._steps = state["steps"]
         if all(
-            torch.equal(value, own) for name, value in values.items() if (own := local._anchors.get(name)) is not None
+            torch.equal(value.to(own.device), own)
+            for name, value in values.items()
+            if (own := local._anchors.get(name)) is not None
         ):
             return
         with torch.no_grad():
