@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tests.support.in_turn import in_turn
 from tests.support.waiting import DEADLINE
 from tests.torch.party import Party, await_newcomer
 
 import covey.torch.training.shadowing as shadowing
-from covey.base.errors import ConfigError
-from covey.proto.shadowing import ShadowPhase
+from covey.base.errors import ConfigError, RemoteProtocolError
+from covey.proto.shadowing import AdmissionOrder, ShadowAdmission, ShadowPhase, ShadowReport
+from covey.testing.threads import run_threads
 from covey.torch.training.elastic import Elastic
 from covey.torch.training.sampler import ElasticSampler
 
@@ -273,6 +275,70 @@ def test_if_donors_are_killed_others_give_a_newer_snapshot_and_a_newcomer_that_i
     assert any("the newcomers continue with what they have" in line for line in said)
 
 
+# The only rank that has the state is asked to leave
+
+
+def leave_as_holder(slot: int, tell: Callable[..., None]) -> Any:
+    training = Training(slot, tell)
+    elastic, followed = training.elastic, list[int]()
+    training.model.register_buffer("seen", torch.tensor(float(slot)))
+    delay_snapshot(elastic, 1 << 30)  # also as the generation ends, a part of the state is missing
+
+    def after_step() -> None:
+        if elastic.generation == 0:
+            if slot == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            keep(2, elastic)
+        elif slot == 0 and elastic._steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for indices in elastic:
+        if elastic.generation == 2:
+            return training.state(), float(training.model.seen), followed
+        training.one_step(indices)
+        training.model.seen += 1 - slot
+        after_step()
+        followed += training.phases[-1:]
+    return training.state(), float(training.model.seen), training.said
+
+
+def test_if_all_ranks_that_have_the_state_are_asked_to_leave_they_give_it_to_the_newcomers_before() -> None:
+    with Party(2, leave_as_holder) as party:
+        for slot in range(2):
+            party.start(slot)
+        party.await_gone(1)
+        party.start(1, restart=1)
+        returned = party.await_all()
+    (left, seen, said), (state, buffer, followed) = returned[0], returned[1]
+    assert left["position"]["samples"] > 3 * BATCH
+    for each in (left, state):
+        del each["position"]["sampler"]  # the next generation has given out a share
+    assert_equal([left, state])
+    assert buffer == seen
+    assert set(followed) == {ShadowPhase.RECEIVES}
+    assert any("the ranks that have it leave" in line for line in said)
+
+
+# A generation ends while this rank enters it
+
+
+def test_what_is_made_of_a_generation_that_ends_while_this_rank_enters_it_is_let_go() -> None:
+    training = Training(0, lambda *_: None)
+    elastic, entered = training.elastic, list[Any]()
+
+    def enter(group: Group) -> None:
+        Elastic._enter(elastic, group)
+        assert elastic._made is not None
+        entered.append(elastic._made)
+        vars(elastic._made)["close"] = lambda: entered.append("closed")
+        raise ConfigError("the state of this rank cannot be sent")
+
+    vars(elastic)["_enter"] = enter
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        next(iter(elastic))
+    assert entered[1:] == ["closed"]
+
+
 # What a newcomer keeps reaches the bound; then its state differs
 
 
@@ -321,6 +387,59 @@ def test_all_wait_and_a_line_says_why_if_the_bound_is_hit_twice_or_the_state_dif
 def test_calls_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="must be above 0"):
         Training(0, lambda *_: None, most_bytes=0)
+
+
+def test_a_donor_that_cannot_give_its_part_says_so_and_all_ranks_wait_after_the_second_time() -> None:
+    def body(group: Group) -> bool:
+        parts = {0: [shadowing._PlacedTensor("model.weight", torch.float32, (3,), 0)]}
+        stream = shadowing._Snapshot(group, parts, [1])
+        stream.give({"model.bias": torch.ones(3)})
+        stream.settle()
+        failed = stream.has_failed
+        group.barrier()
+        stream.close()
+        return failed
+
+    assert run_threads(2, body) == [True, False]
+    admission = ShadowAdmission([0, 1], [2])
+    failed = {0: ShadowReport(ShadowPhase.HOLDS), 1: ShadowReport(ShadowPhase.FULL)}
+    told = {**failed, 2: ShadowReport(ShadowPhase.RECEIVES)}
+    assert admission.settle(told) is AdmissionOrder.SNAPSHOT
+    assert admission.settle(told) is AdmissionOrder.WAIT
+    assert "a part of the state did not come" in admission.reason
+    admission = ShadowAdmission([0, 1], [2])
+    assert admission.settle({**failed, 2: ShadowReport(ShadowPhase.REPLAYS)}) is AdmissionOrder.TRAIN
+
+
+@in_turn(table=[[["a", "nn", [2]]], [["a", "float32", [-2]]], [["a", "float32", "b"]], [["a", 3, [2]]], [1], 5])
+def test_a_table_of_tensors_that_makes_no_sense_is_refused(table: Any) -> None:
+    with pytest.raises(RemoteProtocolError, match="makes no sense"):
+        shadowing._parts_of(table, [0, 1])
+
+
+def test_of_a_large_state_only_the_compared_piece_leaves_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadowing, "COMPARED_BYTES", 100)
+    model, copied = torch.nn.Linear(30, 2), list[int]()
+    to_host = torch.Tensor.cpu
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor.nbytes)
+        return to_host(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", count)
+
+    def body(group: Group) -> list[tuple[int, int]]:
+        parts = {"elastic": ElasticSampler(3), "state": torch.nn.BatchNorm1d(2)}
+        made = shadowing.NewcomerSupport(group, model, parts, lambda: None, 1, ShadowAdmission([0], [1]))
+        found = [made._digest(piece) for piece in range(3)]
+        with torch.no_grad():
+            model.weight[1, 20] += 1  # byte 8 (the bias) + 4 * 50 of the model, in the piece after the first two
+        return [*found, *(made._digest(piece) for piece in range(3))]
+
+    (found,) = run_threads(1, body)
+    assert [pieces for pieces, _ in found] == [3] * 6
+    assert [before == after for before, after in zip(found[:3], found[3:], strict=True)] == [True, True, False]
+    assert sum(copied) <= 2 * (model.weight.nbytes + model.bias.nbytes + 3 * 100)
 
 
 def test_a_kept_gradient_of_a_sparse_table_counts_with_its_rows() -> None:

@@ -37,7 +37,10 @@ class ShadowPhase(IntEnum):
     RECEIVES = 1
     """A part of the snapshot is missing."""
     FULL = 2
-    """It needs a newer snapshot: what it keeps has reached the bound, or a part of the snapshot does not come."""
+    """It needs a newer snapshot: what it keeps has reached the bound, or a part of the snapshot does not come.
+
+    Of a donor: it could not give its part.
+    """
     REPLAYS = 3
     """It has the snapshot, but not taken all steps since."""
     READY = 4
@@ -108,7 +111,8 @@ class ShadowAdmission:
         if not self.shadows:
             return AdmissionOrder.OVER
         receivers = [rank for rank in self.shadows if self.receives(told[rank].phase)]
-        full = [rank for rank in receivers if told[rank].phase == ShadowPhase.FULL]
+        has_failed_donor = any(rank in told and told[rank].phase == ShadowPhase.FULL for rank in self.donors)
+        full = [rank for rank in receivers if has_failed_donor or told[rank].phase == ShadowPhase.FULL]
         self._hits.update(full)
         if stuck := [rank for rank in full if self._hits[rank] >= MOST_HITS]:
             self.reason = (

@@ -94,6 +94,10 @@ class GroupNode(Protocol):
         """Whether the program goes from generation to generation."""
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether this process was asked to leave at the end of this generation."""
+
+    @property
     def knows_change(self) -> bool:
         """Whether the next generation should come soon."""
 

@@ -109,6 +109,12 @@ def is_newcomer(group: Group) -> bool:
     return group._is_fresh
 
 
+def is_leaving(group: Group) -> bool:
+    """Tell whether this process was asked to leave the run at the end of this generation."""
+    node = group._engine.roster.node
+    return node is not None and node.is_leaving
+
+
 def open_group_store(group: Group, timeout: float | None = None) -> StoreClient:
     """Make a store, and return this rank's client of it. Every rank of the group calls this."""
     import secrets  # slow to load: it loads OpenSSL

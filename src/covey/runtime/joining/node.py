@@ -265,6 +265,11 @@ class NodeParts:
         return self.views.wishes.is_elastic
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether this process was asked to leave at the end of this generation."""
+        return self.views.wishes.is_draining
+
+    @property
     def knows_change(self) -> bool:
         """Whether the next generation should come soon: a process wants in or out, or too few are left."""
         return self.views.knows_change

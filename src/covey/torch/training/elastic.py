@@ -14,7 +14,7 @@ from covey.base.errors import ConfigError, GroupChangedError
 from covey.compress.feedback import ErrorFeedback
 from covey.compress.policy import make_policy
 from covey.proto.replica_agreement import NO_STATE
-from covey.runtime.group.internals import is_newcomer, report_for_program, steps_between_checks
+from covey.runtime.group.internals import is_leaving, is_newcomer, report_for_program, steps_between_checks
 from covey.runtime.joining.generations import MEMBERS_WAIT_SECONDS, ROUND_SECONDS
 from covey.torch.training.drift import compare, digest, from_figures, to_figures
 from covey.torch.training.generation_loop import GenerationLoop
@@ -359,7 +359,8 @@ class Elastic(GenerationLoop[list[int]]):
         all steps since. It gets shares once its state was compared with that of the others. Checkpoints wait for that.
 
         All ranks wait, and a line says why, if its state differs then, as with an optimizer that is not deterministic,
-        or a program that changes the state between steps; or if it had to keep more than `most_bytes` twice.
+        or a program that changes the state between steps; or if it had to keep more than `most_bytes` twice; or if all
+        ranks that have the state are asked to leave.
 
         Raises:
             ConfigError: the model is sharded, or `most_bytes` is not above 0.
@@ -386,7 +387,6 @@ class Elastic(GenerationLoop[list[int]]):
         self._group, self._out, self._is_outside = group, None, False
         self._working, self._speeds, self._steps = range(group.size), [], 0
         self._has_state = self._has_state and not is_newcomer(group)
-        self._leave_newcomers()  # those of a generation that ended while this rank entered it
         self._owes_save = False
         if self._replicas is None:
             self._made = self._new_sums(group)
@@ -425,6 +425,13 @@ class Elastic(GenerationLoop[list[int]]):
             self._working = newcomers.trainers(self.group.contributors)
         if self._newcomers is None:
             self._working = self.group.contributors
+
+    def _end_admission(self, newcomers: NewcomerSupport) -> None:
+        """Let newcomers have the state if all ranks leave that have it: the generation ends."""
+        if newcomers.end(leaves=is_leaving(self.group)):
+            self._working = newcomers.trainers(self.group.contributors)
+            self._share_buffers()
+            self._newcomers, self._has_state = None, True
 
     def _form(self, replicas: Replicas) -> None:
         """Form replicas of the ranks that are left, and give all of them the newest state."""
@@ -509,6 +516,8 @@ class Elastic(GenerationLoop[list[int]]):
                     raise ConfigError(
                         "step() was not called for the last share; every rank must call it, also for an empty share"
                     )
+        if self._newcomers is not None and not self._is_outside:
+            self._end_admission(self._newcomers)
 
     def _is_finished(self) -> bool:
         """Tell whether all epochs are done. Before, form new replicas if one lost a rank, and save if it is time."""

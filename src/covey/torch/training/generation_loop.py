@@ -1,7 +1,7 @@
 """A training loop over the generations of a run: its group, its place in the data, and what newcomers get of it.
 
 Invariants: the place is equal on all ranks between steps. What a loop holds of a generation is let go before the next
-one begins, also if the generation ended without this process.
+one begins, also if the generation ended without this process, or while it entered.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class GenerationLoop(ABC, Generic[Given]):
         with contextlib.closing(groups):
             for group in groups:
                 with contextlib.suppress(GroupChangedError):  # this process joins again with the next group
-                    self._enter(group)
                     try:
+                        self._enter(group)
                         yield from self._give_out(group)
                     finally:
                         self._let_go()
@@ -76,7 +76,7 @@ class GenerationLoop(ABC, Generic[Given]):
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Let go of what belongs to the generation that has ended."""
+        """Let go of what belongs to the generation that has ended, perhaps before this rank had entered it."""
 
     @abstractmethod
     def _finish(self) -> None:

@@ -91,6 +91,8 @@ class _Snapshot:
         self.memory: dict[int, torch.Tensor] = {}
         self._works: list[Work[Any]] = []
         self._thread: threading.Thread | None = None
+        self.has_failed = False
+        """Whether this rank, a donor, could not give its part."""
 
     def give(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's part of the state, and send it; return at once."""
@@ -113,8 +115,9 @@ class _Snapshot:
                         self._works.append(
                             self._side.send(piece, place, tag=number, timeout=SNAPSHOT_SECONDS, async_op=True)
                         )
-        except (CoveyError, RuntimeError) as error:
-            logger.warning("a part of the state was not sent in the background: %s", error)
+        except (CoveyError, RuntimeError, ValueError, LookupError, MemoryError) as error:
+            self.has_failed = True
+            logger.warning("a part of the state was not sent in the background: %r", error)
 
     def settle(self) -> None:
         """Wait until this rank's part is copied, so that the state may change."""
@@ -203,7 +206,11 @@ class NewcomerSupport:
         if not (holders and shadows):
             return None
         made = cls(group, model, parts, take_step, most_bytes, ShadowAdmission(holders, shadows))
-        made._start_snapshot(shadows)
+        try:
+            made._start_snapshot(shadows)
+        except BaseException:
+            made.leave()
+            raise
         return made
 
     @property
@@ -266,6 +273,25 @@ class NewcomerSupport:
         self.close()
         hand_over(self._group, self._model, self._parts, fresh=self.is_shadow)
 
+    def end(self, *, leaves: bool) -> bool:
+        """Give all ranks the state if only ranks without it stay; return whether it did. `leaves`: this rank does not.
+
+        Every rank calls it at the end of the generation.
+        """
+        told = self._group.all_gather(np.array([leaves]))
+        leaving = {rank: bool(row[0]) for rank, row in enumerate(told) if row is not None}
+        holders = [rank for rank in self._admission.holders if rank in leaving]
+        if all(leaving.values()):
+            return False
+        if not holders:
+            self._continue_alone()
+        elif all(leaving[rank] for rank in holders):
+            self._tell("all ranks wait until newcomers have the state: the ranks that have it leave")
+            self.wait()
+        else:
+            return False
+        return True
+
     def close(self) -> None:
         """End the snapshot that is under way."""
         stream, self._stream = self._stream, None
@@ -283,6 +309,8 @@ class NewcomerSupport:
         if follower is not None and follower.phase is not ShadowPhase.READY:
             self._catch_up(follower)
         phase = ShadowPhase.HOLDS if follower is None else follower.phase
+        if self._stream is not None and self._stream.has_failed:
+            phase = ShadowPhase.FULL
         piece = self._admission.piece_of(self._group.rank)
         if piece is None:
             return ShadowReport(phase)
@@ -352,7 +380,10 @@ class NewcomerSupport:
             plan = group.broadcast_object(plan, admission.donors[0])
         except PeerLostError:
             return  # the next exchange lacks this donor, and asks the others
-        position, structure, table = plan
+        try:
+            position, structure, table = plan
+        except (TypeError, ValueError) as error:
+            raise RemoteProtocolError(f"a rank sent a plan of its state that makes no sense: {error}") from error
         self._stream = _Snapshot(group, _parts_of(table, admission.donors), receivers)
         if is_donor:
             self._stream.give(tensors)
@@ -382,17 +413,17 @@ class NewcomerSupport:
     def _digest(self, piece: int) -> tuple[int, int]:
         """Return how many pieces the state has, and the digest of one; what is no tensor belongs to each."""
         structure, tensors = self._state()
-        rows = [(name, tensor.cpu().contiguous().view(-1)) for name, tensor in tensors.items()]
-        total = sum(row.nbytes for _, row in rows)
+        total = sum(tensor.nbytes for tensor in tensors.values())
         start, stop = piece * COMPARED_BYTES, (piece + 1) * COMPARED_BYTES
         found = [repr(to_plain(structure)).encode()]
         at = 0
-        for name, row in rows:
-            low, high = max(start - at, 0), min(stop - at, row.nbytes)
-            if low < high or not row.nbytes:
-                found.append(f"{name} {row.dtype} {row.numel()} {low}".encode())
-                found.append(self._tagger.tag(row.view(torch.uint8).numpy()[low:high]))
-            at += row.nbytes
+        for name, tensor in tensors.items():
+            low, high = max(start - at, 0), min(stop - at, tensor.nbytes)
+            if low < high or not tensor.nbytes:
+                row = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                found.append(f"{name} {tensor.dtype} {tensor.numel()} {low}".encode())
+                found.append(self._tagger.tag(row[low:high].cpu().numpy()))
+            at += tensor.nbytes
         whole = np.frombuffer(b"\n".join(found), np.uint8)
         return max(1, -(-total // COMPARED_BYTES)), int.from_bytes(self._tagger.tag(whole)[:8], "little", signed=True)
 
@@ -411,6 +442,9 @@ def _parts_of(table: Any, donors: Sequence[int]) -> dict[int, list[_PlacedTensor
     """
     try:
         rows = [(str(name), getattr(torch, dtype), tuple(map(int, shape))) for name, dtype, shape in table]
+        for name, dtype, shape in rows:
+            if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
+                raise ValueError(f"{name} is a tensor of {dtype} with shape {list(shape)}")
     except (TypeError, ValueError, AttributeError) as error:
         raise RemoteProtocolError(f"a rank sent a table of its state that makes no sense: {error}") from error
     found: dict[int, list[_PlacedTensor]] = {}
