@@ -63,3 +63,28 @@ def test_the_recipe_with_train_together_makes_one_model_of_what_both_ranks_learn
     assert said[1] is not None, output
     assert said[0][1] == said[1][1]
     assert said[0][1].startswith(f"[True, 2, {256 if recipe == 'Trainer' else 4 * 256}, True]")
+
+
+LEAVE = """
+import os, signal
+from transformers import TrainerCallback
+class Leave(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if together.group.rank == 1 and state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+try:
+    trainer.train(resume_from_checkpoint=True)
+except covey.ConfigError as error:
+    print("refused:", error)
+trainer.add_callback(Leave())
+trainer.train()
+"""
+
+
+def test_a_trainer_that_is_asked_to_leave_ends_and_the_other_one_trains_on_the_rest(tmp_path: Path) -> None:
+    program = dict(zip(TOGETHER, PROGRAMS[len(RECIPES) :], strict=True))["Trainer"]
+    (tmp_path / "recipe.py").write_text(program.replace("trainer.train()\n", LEAVE) + CHECK)
+    output = run("covey", "run", "-n", "2", "recipe.py", cwd=tmp_path)
+    assert re.search(r"\[0\] so: \[True, 1, 256, True\]", output), output
+    assert re.search(r"\[1\] so: \[False, ", output), output
+    assert output.count("refused: a checkpoint of the Trainer lacks the position") == 2, output

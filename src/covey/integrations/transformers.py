@@ -18,6 +18,8 @@ from covey.runtime.backoff import Backoff
 from covey.runtime.group.internals import report_for_program
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from covey.proto.checkpointing import Checkpoint
     from covey.runtime.group.group import Group
     from covey.torch.training.together import TrainTogether
@@ -86,21 +88,30 @@ class TogetherTrainer(Trainer):  # type: ignore[misc]
         trainer = TogetherTrainer(together, optimizer, model=model, args=arguments)
 
     The loader's `collate_fn` makes batches that the model takes. `together` counts epochs, steps its own scheduler, and
-    ends the training: `max_steps` of the arguments only has to be large enough. The model is evaluated and saved with
-    the parameters that all ranks agree on. Gradients are accumulated and clipped on no rank.
+    ends the training, also after SIGTERM: `max_steps` of the arguments only has to be large enough. The model is
+    evaluated and saved with the parameters that all ranks agree on. Gradients are accumulated and clipped on no rank.
+    To continue from a checkpoint, load the states of the model, the optimizer and `together` before.
     """
 
     def __init__(self, together: TrainTogether, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         self._together = together
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        callbacks = [*(options.pop("callbacks", None) or ()), _UntilDone(together)]
-        super().__init__(optimizers=(_StepsTogether(together, optimizer), constant), callbacks=callbacks, **options)
+        super().__init__(optimizers=(_StepsTogether(together, optimizer), constant), **options)
         if self.args.gradient_accumulation_steps != 1 or self.args.max_grad_norm:
             raise ConfigError("train_together steps for each batch: gradient_accumulation_steps=1, max_grad_norm=0")
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
+        """Train until all epochs are done, or this process was asked to leave."""
+        if resume_from_checkpoint:
+            raise ConfigError(
+                "a checkpoint of the Trainer lacks the position of train_together: load the states of the model, the "
+                "optimizer and `together` before train(), and leave resume_from_checkpoint out"
+            )
+        return super().train(**options)
+
     def get_train_dataloader(self) -> Any:
         """Return the batches of this rank."""
-        return self._together
+        return _Batches(self, self._together)
 
     def evaluate(self, *args: Any, **options: Any) -> Any:
         """Evaluate what all ranks agree on."""
@@ -139,13 +150,12 @@ class _StepsTogether(torch.optim.Optimizer):  # type: ignore[misc]
         self._inner.load_state_dict(state_dict)
 
 
-class _UntilDone(TrainerCallback):  # type: ignore[misc]
-    """Ends the training of a Trainer with the last epoch."""
+class _Batches:
+    """The batches of this rank. At their end the Trainer stops, which else asks for those of a further epoch."""
 
-    def __init__(self, together: TrainTogether) -> None:
-        self._together = together
+    def __init__(self, trainer: TogetherTrainer, together: TrainTogether) -> None:
+        self._trainer, self._together = trainer, together
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Stop if all epochs are done; the loop then ends by itself."""
-        control.should_training_stop = self._together.done
-        return control
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._together
+        self._trainer.control.should_training_stop = True
