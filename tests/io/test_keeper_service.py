@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVarTuple
 
+import msgspec
 import pytest
 from tests.support.waiting import DEADLINE
 
@@ -30,8 +31,9 @@ from covey.runtime.links.handshake import LinkCredentials, RefusedError, dial
 from covey.runtime.views import process_table
 from covey.runtime.views.view_driver import ViewDriver, rank_id
 from covey.wire import messages
+from covey.wire import store as store_messages
 from covey.wire.membership import MemberKey
-from covey.wire.versions import only
+from covey.wire.versions import OURS, common, only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -668,3 +670,31 @@ def test_a_folder_that_others_may_enter_or_that_has_a_keeper_is_refused(folder: 
     with pytest.raises(ConfigError, match="0700"):
         KeeperService(str(shared), TOKEN, 3).start()
     assert keeper_path(folder) == service.path
+
+
+@pytest.mark.parametrize("keeps_store", [False, True], ids=["no file", "file"])
+def test_a_question_waits_for_what_the_file_of_the_first_member_has(service: KeeperService, keeps_store: bool) -> None:
+    put = store_messages.Put((("a", b"1"),))
+    facts = {"versions": common([OURS]).fixed(), "store_bytes": 1 << 20}
+
+    def ask(rank: Rank, number: int, body: store_messages.Body) -> None:
+        rank.send(messages.Posting(0, number, store_messages.encode_body(body)))
+
+    def answers(rank: Rank) -> list[store_messages.Body]:
+        return [store_messages.decode_body(each.body) for each in rank.said if isinstance(each, messages.Posting)]
+
+    async def work(stack: contextlib.AsyncExitStack) -> None:
+        first, other = [await Rank.come(stack, service) for _ in range(2)]
+        first.card = msgspec.structs.replace(first.card, keeps_store=keeps_store)
+        other.send(founded([first, other], 0, **facts))
+        ask(other, 1, store_messages.Submit(0, 1, store_messages.Names()))
+        other.send(messages.Ping(7))
+        await other.until(lambda: any(isinstance(each, messages.Pong) and each.number == 7 for each in other.said))
+        assert answers(other) == [] if keeps_store else [store_messages.Done()]
+        first.send(founded([first, other], 0, **facts))
+        ask(first, 1, store_messages.Submit(0, 1, put))
+        ask(first, 0, store_messages.Last(0, -1))
+        await other.until(lambda: len(answers(other)) == 1)
+        assert answers(other) == [store_messages.Done((b"a",) if keeps_store else ())]
+
+    run(work)

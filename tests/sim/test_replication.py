@@ -22,7 +22,7 @@ from tests.support.linearizability import Ended, Operation, State, is_linearizab
 from tests.support.seeds import batches, seeds
 
 from covey.proto import replication, store_copy
-from covey.proto.replication import KEEPER, Answered, Numbers, Replica, SendToReplica, Voting
+from covey.proto.replication import KEEPER, NO_COPY, Answered, Numbers, Replica, SendToReplica, Voting
 from covey.proto.store import LASTING, Lifetime
 from covey.proto.store_copy import RUN_STORE
 from covey.proto.views import is_majority
@@ -116,7 +116,8 @@ class World:
         self.tie_breaker = self.tie_breaker if self.tie_breaker in members else min(members, default=0)
         voting = Voting(self.tie_breaker, self.least) if self._is_voted else None
         if self.keeper is not None:  # it decides the view, so it knows it first
-            self.keeper.configure(self.config, members, is_kept=True)
+            follower = min(members, default=None) if self.has_file else None
+            self.keeper.configure(self.config, members, is_first=is_first, is_kept=True, follower=follower)
             self._perform(KEEPER)
         self._may_end(lambda process, at: process >= 0 and process not in members)
         for process in list(self.replicas):
@@ -260,12 +261,28 @@ class World:
 
     def _perform(self, process: int) -> None:
         for effect in self.of(process).effects():
+            if process == KEEPER and self.has_file and isinstance(effect, SendToReplica):
+                self._check_file(effect)
             if isinstance(effect, Answered):
                 self._answered(process, effect)
             elif (effect.peer in self.replicas or effect.peer == KEEPER) and (process, effect.peer) not in self.dead:
                 body = wire.decode_body(wire.encode_body(effect.body))
                 assert body == effect.body
                 self.links.setdefault((process, effect.peer), deque()).append(effect)
+
+    def _check_file(self, sent: SendToReplica) -> None:
+        """Check that the member with a file has all that the keeper has answered until now, if this is an answer."""
+        if not isinstance(sent.body, wire.Done) or self.keeper is None:
+            return
+        asked = [
+            question
+            for (process, _), (question, _, number) in self.open.items()
+            if (process, number) == (sent.peer, sent.number)
+        ]
+        if any(not wire.only_reads(question) for question in asked):
+            follower = self.replicas[min(self.members)]
+            if follower._index < self.keeper._stable:
+                raise BrokenError(f"the file has {follower._index} of {self.keeper._stable} answered changes")
 
     def _hear(self, pair: tuple[int, int], sent: SendToReplica) -> None:
         self.of(pair[1]).advance(self.clock)
@@ -727,7 +744,14 @@ class Cautious(Replica):
         return super().configure(config, members, **(options | {"follows": self._me != KEEPER}))
 
 
-@pytest.mark.parametrize("mutant", [SecondOwner, Fresh, Repeating, Cautious], ids=lambda kind: kind.__name__)
+class Unaware(Replica):
+    """A keeper that learns of the member with a file when that one says how far it is."""
+
+    def configure(self, config: int, members: tuple[int, ...], **options: Any) -> bool:
+        return super().configure(config, members, **(options | {"follower": None}))
+
+
+@pytest.mark.parametrize("mutant", [SecondOwner, Fresh, Repeating, Cautious, Unaware], ids=lambda kind: kind.__name__)
 def test_a_keeper_without_one_of_the_rules_is_caught(mutant: type[Replica]) -> None:
     assert caught(lambda seed: play(seed, mutant, is_kept=True))
 
@@ -778,6 +802,43 @@ def test_an_owner_reads_nothing_before_what_it_began_with_is_committed() -> None
     owner.heard(1, 0, 0, wire.Ack(0, 1))
     answer = wire.Done((), 0, (0,))
     assert owner.effects() == [Answered(number, answer), SendToReplica(1, RUN_STORE, 1, answer)]
+
+
+def test_a_keeper_takes_no_question_before_its_follower_has_set_what_an_earlier_run_has_left() -> None:
+    keeper, follower, read = Replica(KEEPER), Replica(0), wire.Names()
+    keeper.configure(0, (0, 1), is_first=True, is_kept=True, follower=0)
+    keeper.heard(1, RUN_STORE, 1, wire.Submit(0, 1, read))
+    assert not keeper.effects()
+    for key in ("a", "b"):
+        follower.ask(RUN_STORE, wire.Put(((key, b"1"),)))
+    follower.configure(0, (0, 1), is_first=True, is_kept=True, follows=True)
+    for sent in follower.effects():
+        assert isinstance(sent, SendToReplica)
+        assert not any(is_answer(effect) for effect in keeper.effects())
+        keeper.heard(0, sent.store, sent.number, sent.body)
+    assert SendToReplica(1, RUN_STORE, 1, wire.Done((b"a", b"b"))) in keeper.effects()
+
+
+def test_a_keeper_waits_no_longer_for_a_follower_that_is_gone() -> None:
+    keeper = Replica(KEEPER)
+    keeper.configure(0, (0, 1), is_first=True, is_kept=True, follower=0)
+    keeper.configure(1, (1,), is_kept=True)
+    keeper.heard(1, RUN_STORE, 1, wire.Submit(1, 1, wire.Count()))
+    assert keeper.effects() == [SendToReplica(1, RUN_STORE, 1, wire.Done())]
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["unknown", "known"])
+def test_a_keeper_answers_what_the_file_of_a_member_that_follows_has(is_known: bool) -> None:
+    keeper, put = Replica(KEEPER), wire.Put((("a", b"1"),))
+    for config in range(2):  # in every view
+        keeper.configure(config, (0, 1), is_kept=True, follower=0 if is_known else None)
+        keeper.heard(1, RUN_STORE, config + 1, wire.Submit(config, config + 1, put))
+        keeper.heard(1, RUN_STORE, config + 8, wire.Submit(config, config + 1, wire.Count()))
+        answers = [effect.number for effect in keeper.effects() if is_answer(effect)]
+        assert answers == [config + 8] if is_known else [config + 1, config + 8]
+        keeper.heard(0, 0, 0, wire.Last(config, NO_COPY))
+        keeper.heard(0, 0, 0, wire.Ack(config, keeper._index))
+        assert any(is_answer(effect) for effect in keeper.effects()) is is_known
 
 
 def is_answer(effect: Any) -> bool:

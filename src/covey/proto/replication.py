@@ -13,7 +13,8 @@ asked once so many copies have the change that a later owner begins with it. The
 - The keeper of a run on one host decides all views, and the run ends with it. It is the owner of every configuration
   (`KEEPER`), and its copy is the only one that counts, whichever members are lost or silent. So it commits at once, and
   answers a question that only reads without asking others. A member that writes a file of the store follows: it holds a
-  copy that no owner begins with, and changes wait for that one, too.
+  copy that no owner begins with, and changes wait for that one, too. In the first configuration it sets what an earlier
+  run has left before the keeper takes a question of another member.
 
 Invariants:
 
@@ -176,6 +177,8 @@ class Replica:
         """On an owner without a copy, the member that sends it one."""
         self._unanswered: deque[tuple[int, int, int, int, wire.Answer]] = deque()
         """On the owner, answers, each with the change that has to be committed before it is given."""
+        self._awaited: int | None = None
+        """On a keeper that begins, the member that follows, until all that it sets first has come."""
         self._begins = False
         """On the first owner, whether it has not taken a question yet."""
         self._reads: dict[tuple[int, int], tuple[int, wire.Change]] = {}
@@ -256,6 +259,7 @@ class Replica:
         is_first: bool = False,
         is_kept: bool = False,
         follows: bool = False,
+        follower: int | None = None,
         voting: Voting | None = None,
     ) -> bool:
         """Take the members of a view, in order; return whether it is a new one.
@@ -266,13 +270,14 @@ class Replica:
             is_first: whether no member can have a copy from before.
             is_kept: whether the keeper is the owner.
             follows: whether this member is to hold a copy although the keeper is the owner.
+            follower: on the keeper, the member that is to hold one.
             voting: how the members decide the next view; None if the keeper does, or not all of them say how.
         """
         if config <= self._config:
             return False
         self._config, self._members = config, members
         self._owner = KEEPER if is_kept else members[0] if members else None
-        self._has_caught_up = self._has_caught_up and is_kept and follows  # an older copy is better than none
+        self._has_caught_up = self._has_caught_up and is_kept and follows  # this copy has what was answered since
         self._follows = is_kept and follows
         self._voting, self._is_sealed, self._may_lack = voting, False, 0
         self._acked, self._sent, self._recovering, self._lasts, self._leasts = {}, {}, {}, {}, {}
@@ -282,19 +287,21 @@ class Replica:
         self._unanswered.clear()
         self._taken.clear()
         self._waiting.clear()
-        self._begins = is_first
+        self._begins, self._awaited = is_first, follower if is_first else None
         if is_first and self._me in members and self._copy is None:
             self._begin_empty()
         if self.owner == self._me:
+            if follower is not None:  # nothing is sent to it before it says how far it is
+                self._acked[follower], self._sent[follower] = NO_COPY, NO_INDEX
             others = () if is_kept else (member for member in members if member != self._me)
             self._recovering = dict.fromkeys(others, 0)
             for peer in self._recovering:
                 self._recover_from(peer)
             self._catch_up()
-        elif self._follows:
-            self._send(KEEPER, self._last())
         for number in list(self._questions):
             self._put(number)
+        if self._follows:
+            self._send(KEEPER, self._last())  # after what it sets first
         early, self._early = self._early, []
         for message in early:
             self.heard(*message)
@@ -387,6 +394,7 @@ class Replica:
                 self._lasts[peer], self._leasts[peer] = index, least
                 self._catch_up()
             case wire.Last(_, index) if self._is_ready and self._may_hold(peer):
+                self._awaited = None if peer == self._awaited else self._awaited
                 self._acked[peer] = max(self._acked.get(peer, NO_COPY), min(index, self._index))
                 self._bring_up(peer)
                 self._settle()  # it may stand for an Ack that was lost
@@ -441,7 +449,7 @@ class Replica:
     def _asked(self, asker: int, store: int, number: int, ask: wire.Submit) -> None:
         if self.owner != self._me or asker not in self._members:
             return  # an asker that is a member repeats it when it knows the owner
-        if not self._is_open:
+        if not self._is_open or self._awaited not in (None, asker):
             if len(self._waiting) < UNRECOVERED_LIMIT:
                 self._waiting.append((asker, store, number, ask))
             else:
@@ -580,7 +588,7 @@ class Replica:
         self._trim(min(self._acked.values(), default=self._index))
         if len(self._log) > LOG_LIMIT or self._log_bytes > LOG_BYTES_LIMIT:
             self._trim(self._applied)
-        if self._is_open and self._waiting:
+        if self._is_open and self._waiting and self._awaited is None:
             self._take_waiting()
 
     def _take_waiting(self) -> None:
@@ -634,7 +642,7 @@ class Replica:
         self._start = NO_INDEX
         if self._voting is not None:
             self._may_lack = min(self._voting.least, *self._leasts.values(), len(self._members)) - 1
-        for peer in self._acked:
+        for peer in self._acked if self._owner != KEEPER else ():
             self._bring_up(peer)
         self._append(LogEntry(RUN_STORE, self._me, 0, 0, wire.Forget(self._members)))
         self._end_with_members()

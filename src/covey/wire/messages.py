@@ -154,6 +154,8 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     endorsement: Bytes = b""
     """The signature of that key over `id`."""
     hardware: Hardware | None = None
+    keeps_store: bool = False
+    """Whether it has a file for the entries of its run's store (`store_file`)."""
 
 
 def key_of(card: Card) -> tuple[bytes, bytes]:

@@ -275,7 +275,7 @@ def _open_endpoint(launched: LaunchedRank, config: GroupConfig, options: Cluster
     if launched.folder:
         return launched_endpoint.in_folder(launched, config)
     if config.insecure:
-        return launched_endpoint.insecure(launched)
+        return launched_endpoint.insecure(launched, config)
     try:
         cluster = options.find(effective_environment())
     except ConfigError as error:

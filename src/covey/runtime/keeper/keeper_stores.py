@@ -28,6 +28,8 @@ class KeeperStores:
         """Seats of the last generation, by rank."""
         self._seat_of: dict[bytes, Seat] = {}
         """By life, of the last generation."""
+        self._with_files: frozenset[Seat] = frozenset()
+        """Seats of the members of the last generation that have files for the store."""
         self._askers: dict[int, _Asker] = {}
         """The members with links, by seat."""
 
@@ -48,6 +50,7 @@ class KeeperStores:
         self._generation = founded.generation
         self._seats = tuple(member.seat for member in founded.members)
         self._seat_of = {member.card.life: member.seat for member in founded.members}
+        self._with_files = frozenset(member.seat for member in founded.members if member.card.keeps_store)
         self._askers.clear()
         self._askers.update((seat, _Asker(links[life])) for life, seat in self._seat_of.items() if life in links)
         self.view(founded.generation, 0, range(len(self._seats)))
@@ -56,7 +59,13 @@ class KeeperStores:
         """Take the ranks of a view that was decided."""
         if self._driver is not None and generation == self._generation:
             members = tuple(sorted(self._seats[rank] for rank in ranks))
-            self._driver.configure((generation << 32) + number, members, is_kept=True)
+            self._driver.configure(
+                (generation << 32) + number,
+                members,
+                is_first=generation == number == 0,
+                is_kept=True,
+                follower=members[0] if members and members[0] in self._with_files else None,
+            )
 
     def heard(self, life: bytes, posting: messages.Posting) -> None:
         """Take a message of a process; RemoteProtocolError if it breaks the protocol."""

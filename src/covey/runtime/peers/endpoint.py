@@ -155,6 +155,7 @@ def cluster_endpoint(
             own.machine,
             own.endorsement,
             hardware(),
+            keeps_store=bool(config.store_file),
         )
         loopbacks = {ip for interface in loopback_interfaces() for ip in interface.addresses} | {"127.0.0.1", "::1"}
 

@@ -56,14 +56,14 @@ def in_folder(launched: LaunchedRank, config: GroupConfig) -> Endpoint:
     others = (seat for seat in map(Seat, range(launched.size)) if seat != launched.rank)
     return Endpoint(
         credentials=credentials,
-        card=_anonymous_card(Contact(host, addresses, str(rendezvous.path))),
+        card=_anonymous_card(Contact(host, addresses, str(rendezvous.path)), config),
         acceptor=Acceptor(listeners, credentials.door_key, launched.name),
         contacts={seat: Contact(host, (), str(socket_path(folder, seat))) for seat in others},
         on_close=rendezvous.leave,
     )
 
 
-def insecure(launched: LaunchedRank) -> Endpoint:
+def insecure(launched: LaunchedRank, config: GroupConfig) -> Endpoint:
     """Listen in clear text where ranks of other hosts can connect; rank 0 knows how to reach them all."""
     own = _own_address(launched) or (local_address_towards(launched.addresses[0][0]), 0)
     with contextlib.ExitStack() as undo:
@@ -78,7 +78,7 @@ def insecure(launched: LaunchedRank) -> Endpoint:
         # Nothing secret is shared: this only keeps different runs apart.
         credentials = LinkCredentials.of_token(f"insecure/{launched.name}".encode())
         address = Address(*listener.getsockname()[:2])
-        card = _anonymous_card(Contact(host_token(Path(folder.path).parent), (address,), path))
+        card = _anonymous_card(Contact(host_token(Path(folder.path).parent), (address,), path), config)
         acceptor = Acceptor([listener, local], credentials.door_key, launched.name)
         release = undo.pop_all().close
     return Endpoint(credentials, card, acceptor, _known_ranks(launched), release)
@@ -109,10 +109,18 @@ def _known_ranks(launched: LaunchedRank) -> dict[Seat, Contact]:
     return {Seat(rank): Contact("", numeric(*address), "") for rank, address in enumerate(lower)}
 
 
-def _anonymous_card(contact: Contact) -> Card:
+def _anonymous_card(contact: Contact, config: GroupConfig) -> Card:
     name = host_name()
     return Card(
-        b"", secrets.token_bytes(16), name, name, os.getpid(), contact, version=__version__, hardware=hardware()
+        b"",
+        secrets.token_bytes(16),
+        name,
+        name,
+        os.getpid(),
+        contact,
+        version=__version__,
+        hardware=hardware(),
+        keeps_store=bool(config.store_file),
     )
 
 

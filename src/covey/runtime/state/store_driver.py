@@ -89,12 +89,22 @@ class StoreDriver:
         is_first: bool = False,
         is_kept: bool = False,
         follows: bool = False,
+        follower: int | None = None,
         voting: Voting | None = None,
     ) -> None:
         """Take the members of a view, as `Replica.configure` does. What waits is dropped: after a new view, and only
         then, all that matters is said again."""
         self._replica.advance(waking_clock())  # questions that waited for the view begin entries that end after a time
-        if self._replica.configure(config, members, is_first=is_first, is_kept=is_kept, follows=follows, voting=voting):
+        is_new = self._replica.configure(
+            config,
+            members,
+            is_first=is_first,
+            is_kept=is_kept,
+            follows=follows,
+            follower=follower,
+            voting=voting,
+        )
+        if is_new:
             self._unsent.clear()
         self.perform()
 
