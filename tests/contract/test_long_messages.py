@@ -25,6 +25,7 @@ from covey.proto.message_link import LentStreams, MessageSizes
 from covey.runtime.group.internals import engine_of
 from covey.runtime.messages.lending import short_sizes, unfinished_message
 from covey.runtime.messages.message_lane import MessageLane
+from covey.runtime.pool import POOLED_BYTES, pool
 from covey.testing.threads import run_threads
 
 if TYPE_CHECKING:
@@ -78,6 +79,23 @@ def test_long_messages_need_no_messenger(lanes: str, executors: str) -> None:
         group.barrier()
 
     run_threads(2, body, lanes=lanes, settings=SMALL)
+
+
+def test_arrays_that_are_received_without_python_lie_in_blocks_of_the_pool(executors: str) -> None:
+    def body(group: covey.Group) -> None:
+        begin(group)
+        for length, is_pooled in ((POOLED_BYTES - 1, False), (POOLED_BYTES, True), (100_000, True)):
+            if group.rank == 0:
+                group.send(values(0, (1, length), np.uint8, 1), 1)
+                group.barrier()
+                continue
+            before = pool.used_bytes
+            array = group.recv(0)
+            same(array, values(0, (1, length), np.uint8, 1))
+            assert (pool.used_bytes > before) == is_pooled, length
+            group.barrier()
+
+    run_threads(2, body, lanes="memory", settings={"ring_bytes": "1MiB"})
 
 
 @pytest.mark.parametrize("lanes", SHARED)
@@ -172,13 +190,22 @@ class End:
     """One end of a pair of rings, whose streams can be lent to the compiled executor."""
 
     def __init__(self, memory: bytearray, doorbell: socket.socket, rank: int) -> None:
+        self.made: list[Any] = []
+        """What runs while an array is made, once each."""
         self.bell, self.rope = socket.socketpair()
         self.ring = RingSocket(memory, RING, doorbell, first=rank == 0, is_native=True)
         sizes = MessageSizes(eager_bytes=4096, credit_bytes=1 << 16)
-        self.ring.prepare_short(self.bell.fileno(), self.bell.fileno(), short_sizes(sizes), spins=False)
+        self.ring.prepare_short(
+            self.bell.fileno(), self.bell.fileno(), short_sizes(sizes), spins=False, empty=self.empty
+        )
         self.rank, self.matcher = rank, Matcher(rank, 2, sizes)
         self.matcher.lane_opened(1 - rank)
         self.lane = MessageLane(1 - rank, self.ring, self.matcher)
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        while self.made:
+            self.made.pop()()
+        return np.empty(shape, dtype)
 
     def step(self) -> None:
         if self.ring.is_ready(sending=False):
@@ -282,6 +309,25 @@ def test_python_finishes_what_was_not_done_at_the_deadline(ends: list[End], does
         there.matcher.completed.clear()
         same(out, content)
     assert unfinished
+
+
+@needs_native
+def test_streams_that_another_thread_takes_back_while_an_array_is_made_are_left_alone(ends: list[End]) -> None:
+    here, there = ends
+    content = values(0, 60_000, np.uint8)
+    code, shape = dtype_code(content.dtype), content.shape
+    theirs = there.matcher.send(memoryview(content), 0, 3, dtype_code=code, shape=shape, is_object=False)
+    short = here.lend()
+    there.step()
+    here.made.append(here.take_back)
+    assert short.receive(None, 3, time.monotonic() + DEADLINE) is False
+    assert here.made == []
+    mine = here.matcher.receive(1, 3)
+    with Driven(there, theirs):
+        finish(here, mine, here.step)
+        finish(there, theirs, here.step)
+    assert mine.result is not None
+    same(mine.result.data, content)
 
 
 @needs_native

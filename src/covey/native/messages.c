@@ -24,17 +24,17 @@
 
 static const int64_t LOOK_NS = 20 * 1000; /* of a receive with the interpreter's lock held */
 
-/* MessageEnd(memory, capacity, doorbell, first, bell, wake, dtypes, array type, empty, spin ns, yield ns,
- * (eager bytes, credit bytes, credit batch, ack batch, header cost, bytes of a piece)) */
+/* MessageEnd(memory, capacity, doorbell, first, bell, wake, dtypes, array type, empty, empty for large arrays, spin ns,
+ * yield ns, (eager bytes, credit bytes, credit batch, ack batch, header cost, bytes of a piece, those of a large array)) */
 static int message_end_fill(PyObject *self, PyObject *args)
 {
     struct message_end *end = (struct message_end *)self;
-    PyObject *memory, *dtypes, *array_type, *empty;
-    long long capacity, spin_ns, yield_ns, sizes[6];
+    PyObject *memory, *dtypes, *array_type, *empty, *empty_large;
+    long long capacity, spin_ns, yield_ns, sizes[7];
     int first;
-    if (!PyArg_ParseTuple(args, "OLipiiO!OOLL(LLLLLL)", &memory, &capacity, &end->doorbell, &first, &end->bell, &end->wake,
-                          &PyTuple_Type, &dtypes, &array_type, &empty, &spin_ns, &yield_ns, &sizes[0], &sizes[1],
-                          &sizes[2], &sizes[3], &sizes[4], &sizes[5]))
+    if (!PyArg_ParseTuple(args, "OLipiiO!OOOLL(LLLLLLL)", &memory, &capacity, &end->doorbell, &first, &end->bell, &end->wake,
+                          &PyTuple_Type, &dtypes, &array_type, &empty, &empty_large, &spin_ns, &yield_ns, &sizes[0],
+                          &sizes[1], &sizes[2], &sizes[3], &sizes[4], &sizes[5], &sizes[6]))
         return -1;
     if (PyObject_GetBuffer(memory, &end->memory, PyBUF_WRITABLE) < 0 || !ring_fits(&end->memory, capacity))
         return -1;
@@ -56,9 +56,11 @@ static int message_end_fill(PyObject *self, PyObject *args)
     Py_INCREF(dtypes);
     Py_INCREF(array_type);
     Py_INCREF(empty);
+    Py_INCREF(empty_large);
     end->dtypes = dtypes;
     end->array_type = array_type;
     end->empty = empty;
+    end->empty_large = empty_large;
     end->spin_ns = spin_ns;
     end->yield_ns = yield_ns;
     end->eager_bytes = sizes[0];
@@ -67,6 +69,7 @@ static int message_end_fill(PyObject *self, PyObject *args)
     end->ack_batch = sizes[3];
     end->header_cost = sizes[4];
     end->piece_bytes = sizes[5];
+    end->large_bytes = sizes[6];
     return 0;
 }
 
@@ -76,6 +79,7 @@ static void message_end_release(PyObject *self)
     Py_CLEAR(end->dtypes);
     Py_CLEAR(end->array_type);
     Py_CLEAR(end->empty);
+    Py_CLEAR(end->empty_large);
     long_release(end);
     free(end->kept);
     if (end->memory.obj != NULL)
@@ -191,7 +195,8 @@ static PyObject *new_array(const struct message_end *end, const struct frame *fr
             Py_CLEAR(shape);
     }
     if (shape != NULL)
-        array = PyObject_CallFunctionObjArgs(end->empty, shape, PyTuple_GetItem(end->dtypes, frame->dtype), NULL);
+        array = PyObject_CallFunctionObjArgs(frame->nbytes < (uint64_t)end->large_bytes ? end->empty : end->empty_large,
+                                             shape, PyTuple_GetItem(end->dtypes, frame->dtype), NULL);
     Py_XDECREF(shape);
     return array;
 }
@@ -217,6 +222,20 @@ static bool take_target(const struct message_end *end, PyObject *out, struct lon
     return false;
 }
 
+/* As `take_target`. Python runs while an array is made, or a destructor, and other threads with it: false, too, if one of them
+ * has used the state, so that the frame may not be the next one any more. */
+static bool take_target_alone(const struct message_end *end, PyObject *out, struct long_message *message)
+{
+    uint64_t turn = atomic_load(&end->turn), position = end->in.position;
+    if (!take_target(end, out, message))
+        return false;
+    if (is_turn(end, turn) && end->in.position == position && end->message.direction == NO_MESSAGE)
+        return true;
+    PyBuffer_Release(&message->view);
+    Py_CLEAR(message->array);
+    return false;
+}
+
 /* Receives the next message, if it is the wanted one and is short, and all of it is here; of a long one it takes the memory.
  * TAKEN says that `message` has the array and, if it is a long one, its view. */
 static enum found take_message(struct message_end *end, PyObject *out, long long tag, struct long_message *message)
@@ -233,13 +252,18 @@ static enum found take_message(struct message_end *end, PyObject *out, long long
     if (!is_wanted(end, frame, tag))
         return OTHER;
     if (frame->kind == RTS)
-        return take_target(end, out, message) ? TAKEN : OTHER;
-    if (frames_writable(end) < 2 * FRAME_BYTES || length > end->capacity)
+        return take_target_alone(end, out, message) ? TAKEN : OTHER;
+    if (length > end->capacity)
         return OTHER;
     if (frames_readable(end) < length)
         return NOTHING;
-    if (!take_target(end, out, message))
+    if (!take_target_alone(end, out, message))
         return OTHER;
+    if (frames_writable(end) < 2 * FRAME_BYTES) {
+        PyBuffer_Release(&message->view);
+        Py_CLEAR(message->array);
+        return OTHER;
+    }
     frames_copy_out(end, header, message->view.buf, frame->nbytes);
     PyBuffer_Release(&message->view);
     int64_t cost = end->header_cost + (int64_t)frame->nbytes;

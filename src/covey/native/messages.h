@@ -46,9 +46,9 @@ struct message_end {
     struct ring_end out, in;
     uint64_t capacity;
     int doorbell, bell, wake;
-    PyObject *dtypes, *array_type, *empty;
+    PyObject *dtypes, *array_type, *empty, *empty_large;
     int64_t itemsizes[MOST_DTYPES];
-    int64_t eager_bytes, credit_bytes, credit_batch, ack_batch, header_cost, piece_bytes;
+    int64_t eager_bytes, credit_bytes, credit_batch, ack_batch, header_cost, piece_bytes, large_bytes;
     int64_t spin_ns, yield_ns;
     _Atomic uint64_t turn; /* counts every lend and every take_back: odd while the state is lent */
     _Atomic bool is_moving; /* a thread without the interpreter's lock changes the state at this moment */

@@ -15,6 +15,7 @@ anything would wait for itself. What other nodes send unasked (`UnaskedMemory`) 
 from __future__ import annotations
 
 import bisect
+import math
 import mmap
 import os
 import threading
@@ -130,6 +131,10 @@ class BufferPool:
         finally:
             self._leave()
 
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """Return an array of any content, as `take` does."""
+        return self.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
     def reserve(self, nbytes: int, limit: float) -> bool:
         """Set memory aside, if all that is lent or set aside has at most `limit` bytes then; return whether."""
         if not self._enter():
@@ -215,6 +220,7 @@ class BufferPool:
             try:
                 block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except (OSError, OverflowError, ValueError):  # no memory, or too many mappings, of which malloc needs none
+                self._drop_all_idle()  # for malloc, and for whatever else this process needs
                 return np.empty(nbytes, np.uint8)
         array = np.frombuffer(block, np.uint8, nbytes)
         lease = _Lease(array, self._dropped)
@@ -243,6 +249,10 @@ class BufferPool:
         most = max(self.most_bytes, self.used_bytes + more) * 5 // 4 - self.used_bytes - more
         while self.idle_bytes > min(most, self._profile.kept_bytes):
             self._take_idle(next(iter(self._idle)))  # of the size that was not needed for the longest time
+
+    def _drop_all_idle(self) -> None:
+        while self.idle_bytes:
+            self._take_idle(next(iter(self._idle)))
 
     def _keep(self, block: mmap.mmap) -> None:
         size = len(block)

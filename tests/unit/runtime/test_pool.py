@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import random
+import resource
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +93,31 @@ def test_memory_that_the_system_does_not_have_is_an_error_and_nothing_is_lent() 
         with pytest.raises(MemoryError):
             pool.take(nbytes)
     assert (pool.used_bytes, pool.take(100_000).nbytes) == (0, 100_000)
+
+
+def test_what_is_kept_is_given_back_before_there_is_no_memory() -> None:
+    child = os.fork()
+    if child == 0:
+        pool = BufferPool(KEEPING)
+        blocks = [pool.take(16 << 20) for _ in range(4)]
+        blocks.clear()
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * mmap.PAGESIZE + (8 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        is_right = pool.idle_bytes == 64 << 20
+        try:
+            is_right &= pool.take(60 << 20).nbytes == 60 << 20
+        except MemoryError:
+            is_right = False
+        os._exit(0 if is_right and pool.idle_bytes == 0 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_an_array_of_any_dtype_lies_in_a_block() -> None:
+    pool = BufferPool(KEEPING)
+    array = pool.array((3, 5, 1000), np.dtype(np.float32))
+    assert (array.shape, array.dtype, pool.used_bytes) == ((3, 5, 1000), np.float32, block_bytes(60_000))
+    assert (pool.array((), np.dtype(np.int64)).shape, pool.used_bytes) == ((), block_bytes(60_000))
 
 
 def test_threads_that_pass_arrays_to_each_other_never_share_a_block() -> None:

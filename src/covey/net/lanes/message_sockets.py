@@ -19,7 +19,9 @@ from covey.net.lanes.lane import PIECE_BYTES, SPIN_NS, YIELD_NS
 from covey.net.lanes.ring import CONTROL_BYTES, HEAD, TAIL, RingEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    EmptyArray = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray[Any, Any]]
 
 
 class MessageSocket(ABC):
@@ -148,8 +150,13 @@ class RingSocket(RingEnd, MessageSocket):
 
     # Messages that pass without Python
 
-    def prepare_short(self, bell_fd: int, wake_fd: int, sizes: tuple[int, ...], *, spins: bool) -> None:
-        """Make what moves messages, if the extension is used; `sizes` are those of `messages.lending`."""
+    def prepare_short(
+        self, bell_fd: int, wake_fd: int, sizes: tuple[int, ...], *, spins: bool, empty: EmptyArray = np.empty
+    ) -> None:
+        """Make what moves messages, if the extension is used; `sizes` are those of `messages.lending`.
+
+        `empty(shape, dtype)` makes the large arrays that are received.
+        """
         if self._is_native:
             self.short = native().module.MessageEnd(
                 self._memory,
@@ -161,6 +168,7 @@ class RingSocket(RingEnd, MessageSocket):
                 DTYPES,
                 np.ndarray,
                 np.empty,
+                empty,
                 SPIN_NS if spins else 0,
                 YIELD_NS,
                 sizes,

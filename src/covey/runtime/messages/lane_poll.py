@@ -21,6 +21,7 @@ from covey.net.host import tcp
 from covey.net.lanes.message_sockets import RingSocket
 from covey.runtime.messages.lending import short_sizes
 from covey.runtime.messages.message_lane import MessageLane
+from covey.runtime.pool import pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +81,7 @@ class LanePoll:
         if isinstance(sock, RingSocket):
             self._rings[lane] = sock
             sizes = short_sizes(self._matcher.sizes)
-            sock.prepare_short(self._driving.bell_fd, self._wake_fd, sizes, spins=self._spins)
+            sock.prepare_short(self._driving.bell_fd, self._wake_fd, sizes, spins=self._spins, empty=pool.array)
         self._flush(lane)  # the other end waits to hear how much has arrived, and no thread may be driving
         self._driving.ring()
 

@@ -16,6 +16,7 @@ from covey.proto import message_stream
 from covey.proto.message import HEADER_COST
 from covey.proto.message_link import ACK_BATCH, LentStreams, UnfinishedMessage
 from covey.runtime.counters import MessageTraffic
+from covey.runtime.pool import POOLED_BYTES
 from covey.runtime.work import Work
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 def short_sizes(sizes: MessageSizes) -> tuple[int, ...]:
     """Return the limits that the compiled executor has to know."""
     piece_bytes = message_stream.PAYLOAD_PIECE_BYTES
-    return sizes.eager_bytes, sizes.credit_bytes, sizes.credit_batch, ACK_BATCH, HEADER_COST, piece_bytes
+    credit = sizes.credit_bytes, sizes.credit_batch
+    return sizes.eager_bytes, *credit, ACK_BATCH, HEADER_COST, piece_bytes, POOLED_BYTES
 
 
 def unfinished_message(state: tuple[Any, ...]) -> UnfinishedMessage:
