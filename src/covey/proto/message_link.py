@@ -272,7 +272,9 @@ class MessageLink:
         for frames in self._frames:
             frames.clear()
         self.outlet.clear()
-        if not self._has_lane:  # else what is on its way has to be read to its end
+        if self._has_lane:  # what is on its way has to be read to its end
+            self.inlet.drop()
+        else:
             self.inlet.clear()
         return arrivals
 
@@ -463,7 +465,8 @@ class MessageLink:
             self._owed = 0
 
     def _landed(self, landing: Landing) -> None:
-        assert isinstance(landing, ArrivingMessage)
+        if not isinstance(landing, ArrivingMessage):
+            return  # of an operation that has failed meanwhile
         if landing.filled == landing.header.payload_bytes:
             landing.is_landed = True
             self._incomplete.pop(landing.header.message_id)

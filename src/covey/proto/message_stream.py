@@ -88,6 +88,11 @@ class Inlet:
         """Drop what has arrived of a payload: nothing is received any more."""
         self._landing, self._left, self._stop = None, 0, 0
 
+    def drop(self) -> None:
+        """Let what is still to come of a payload land in memory of its own, and be dropped there."""
+        if self._landing is not None:
+            self._landing = Landing(memoryview(bytearray(self._left)))
+
     def go_on(self, landing: Landing, left: int) -> None:
         """Go on in the middle of a frame, of whose payload `left` bytes are still to come; called between frames."""
         self._landing, self._left = landing, left

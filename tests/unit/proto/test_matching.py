@@ -530,3 +530,27 @@ def test_any_bytes_are_frames_or_a_protocol_error(data: st.DataObject) -> None:
             feed_more(matcher, 1, bytes(stream[at : at + step]))
     except RemoteProtocolError:
         pass
+
+
+@pytest.mark.parametrize("size", [EAGER_BYTES, LARGE])
+def test_memory_of_a_receive_that_has_failed_is_written_no_more_while_its_lane_is_read_to_the_end(size: int) -> None:
+    world, out = World(2), bytearray(size)
+    receive = world.matchers[1].receive(0, 3, memoryview(out))
+    world.send(content(1, size), 0, 1, 3)
+    world.send(b"next", 0, 1, 4)
+    while world.push(0, 1) + world.push(1, 0) + world.pull(1, 0):
+        pipe = world.pipes[0, 1]
+        rest, world.pipes[0, 1] = pipe[2000:], pipe[:2000]
+        if world.pull(0, 1) and any(out):
+            break
+        world.pipes[0, 1] += rest
+    world.matchers[1].fail_all(PeerLostError("another rank is lost", rank=2))
+    assert isinstance(receive.error, PeerLostError)
+    before = bytes(out)
+    assert any(before)
+    assert not before[-1]
+    world.pipes[0, 1] += rest
+    while world.pull(0, 1):
+        pass
+    assert out == before
+    assert world.matchers[1].link(0).inlet.is_between_frames
