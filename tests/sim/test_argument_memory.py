@@ -197,3 +197,22 @@ def test_without_the_rule_that_deeper_calls_go_first_they_do() -> None:
     for seed in range(1, 4):
         with pytest.raises(AssertionError, match="wait for each other"):
             play(seed, tells_depth=False)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_calls_of_one_depth_that_always_wait_hold_up_none_of_another(depth: int) -> None:
+    memory = NodeMemory()
+    memory.held = ROOM
+    core = Calling(memory=memory)
+    large = wire.CallPayload(sizes=(300,))
+
+    def fetched() -> list[int]:
+        return [effect.number for effect in core.effects() if isinstance(effect, done.FetchParts)]
+
+    for number in range(1, 20):
+        core.received(1, wire.CallRequest(number, "f", 10.0, large, depth=wire.DEPTH_LIMIT - 1), 0.0)
+    assert fetched() == [1]
+    core.received(2, wire.CallRequest(7, "f", 10.0, large, depth=depth), 0.0)
+    assert fetched() == [7]
+    core.received(2, wire.CallRequest(8, "f", 10.0, large, depth=depth), 0.0)
+    assert fetched() == [], "one of each depth gets memory that there is not"

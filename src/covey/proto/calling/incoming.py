@@ -5,8 +5,9 @@ once: with what its function returned, or before that, because it was cancelled,
 leaves.
 
 Parts are fetched when there is memory for them, which other calls and the program may hold. Whatever these hold, a call
-gets memory if no other one has any that is as deep or deeper: one that a function makes for a call is deeper than it.
-So of all calls of a run that wait for memory, the deepest ones wait for none that waits for them.
+gets memory if no other one of its depth has any: one that a function makes for a call is deeper than it. So of all
+calls of a run that wait for memory, the deepest ones wait for none that waits for them. Deeper ones go first while
+there is room, but no number of them keeps those of another depth waiting.
 
 A thread cannot be ended. So a function that still runs after the answer gives its handler back and is *left over*; so
 is the closing of a stream that was answered. As many functions may be left over as there are handlers; beyond that, a
@@ -390,7 +391,7 @@ class IncomingCalls:
 
     def _has_memory(self, _peer: int, served: _Served) -> bool:
         size = served.request.payload.total_bytes
-        if not any(self._with_memory[served.request.depth :]):
+        if not self._with_memory[served.request.depth]:
             return self._memory.reserve(size, is_needed=True)
         return self._held_bytes + size <= self._message_bytes and self._memory.reserve(size, is_needed=False)
 
