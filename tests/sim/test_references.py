@@ -1,10 +1,12 @@
-"""Handles that nodes pass to each other while nodes are lost: none is of no use, and no object stays without one.
+"""Handles that nodes pass on while nodes come and are lost: none is of no use, and no object stays without one.
 
-A `World` is a function of its seed. Messages of a pair arrive in order, those of different pairs in any.
+A `World` is a function of its seed. Messages of a pair arrive in order, those of different pairs in any. Nodes learn
+of newcomers at different times, in the order of their seats, and read nothing of them before.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NODES = 5
-STEPS = 400
+NEWCOMERS = 2
+STEPS = 500
 KEY = b"key"
 
 
@@ -38,9 +41,14 @@ class Held:
 class World:
     """Nodes with the counts of their objects, the handles that they hold, and the messages between them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, expects_newcomers: bool = True) -> None:
+        """`expects_newcomers` tells whether owners count handles for nodes that they do not know yet."""
         self.seed, self.chance = seed, random.Random(seed)
-        self.counts = {node: ReferenceCounts(node) for node in range(NODES)}
+        self.known = {node: NODES - NEWCOMERS for node in range(NODES - NEWCOMERS)}
+        """By node: it knows the nodes below this one."""
+        self.known |= dict.fromkeys(range(NODES - NEWCOMERS, NODES), NODES)
+        self.expects_newcomers = expects_newcomers
+        self.counts = {node: ReferenceCounts(node, functools.partial(self.may_be_node, node)) for node in range(NODES)}
         self.objects: dict[int, set[int]] = {node: set() for node in range(NODES)}
         """By owner: objects that are not freed."""
         self.held: dict[int, list[Held]] = {node: [] for node in range(NODES)}
@@ -51,6 +59,9 @@ class World:
         self.lost: set[tuple[int, int]] = set()
         """Node and peer: losses that it has noticed."""
         self.used = self.passed = 0
+
+    def may_be_node(self, node: int, seat: int) -> bool:
+        return seat < (NODES if self.expects_newcomers else self.known[node])
 
     # What nodes do
 
@@ -129,8 +140,12 @@ class World:
         for other in set(range(NODES)) - self.dead:
             self.notices.append((other, node))
 
+    def learn(self, node: int) -> None:
+        self.known[node] = min(NODES, self.known[node] + 1)
+
     def notice(self, node: int, peer: int) -> None:
         """As calls do: once all that has arrived from a peer is read. What is still on the way is lost."""
+        self.known[node] = max(self.known[node], peer + 1)
         self.pipes.pop((peer, node), None)
         self.pipes.pop((node, peer), None)
         self.lost.add((node, peer))
@@ -143,11 +158,16 @@ class World:
         live = sorted(set(range(NODES)) - self.dead)
         chance, node = self.chance, self.chance.choice(live)
         held = self.held[node]
-        match chance.choices(["export", "pass", "drop", "use", "receive", "notice"], [1, 6, 3, 3, 12, 3])[0]:
+        kinds, weights = ["export", "pass", "drop", "use", "receive", "notice", "learn"], [1, 6, 3, 3, 12, 3, 0.2]
+        match chance.choices(kinds, weights)[0]:
             case "export":
                 self.export(node)
+            case "learn":
+                self.learn(node)
             case "pass" if held:
-                self.pass_on(node, chance.randrange(NODES), chance.choice(held))
+                peer = chance.randrange(self.known[node])
+                if fit := [handle for handle in held if handle.owner < self.known[peer]]:  # else it could not claim it
+                    self.pass_on(node, peer, chance.choice(fit))
             case "drop" if held:
                 self.drop(node, chance.choice(held))
             case "use" if held:
@@ -162,7 +182,11 @@ class World:
                 self.notice(*self.notices.pop(chance.randrange(len(self.notices))))
 
     def receive_one(self) -> bool:
-        waiting = [pair for pair, pipe in self.pipes.items() if pipe and pair[1] not in self.dead]
+        waiting = [
+            (source, node)
+            for (source, node), pipe in self.pipes.items()
+            if pipe and node not in self.dead and source < self.known[node]
+        ]
         if not waiting:
             return False
         source, node = self.chance.choice(sorted(waiting))
@@ -175,6 +199,8 @@ class World:
             self.step()
             if step in deaths:
                 self.kill(deaths[step])
+        for node in range(NODES):
+            self.known[node] = NODES
         while self.receive_one() or self.notices:
             if self.notices:
                 self.notice(*self.notices.pop())
@@ -194,10 +220,19 @@ def test_a_handle_can_be_used_by_its_holder_and_no_object_stays_without_one(seed
     World(seed).play()
 
 
+def test_the_simulation_notices_an_owner_that_counts_nothing_for_newcomers_it_does_not_know() -> None:
+    with pytest.raises((AssertionError, RemoteProtocolError)):
+        play_all(range(300), expects_newcomers=False)
+
+
 def test_the_courses_pass_and_use_many_handles() -> None:
     worlds = [World(seed).play() for seed in range(30)]
     assert sum(world.used for world in worlds) > 300
     assert sum(world.passed for world in worlds) > 1500
+
+
+def in_run(seat: int) -> bool:
+    return seat < NODES
 
 
 def ignore(*_: Any) -> None:
@@ -263,9 +298,9 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-def play_all(courses: range) -> None:
+def play_all(courses: range, *, expects_newcomers: bool = True) -> None:
     for seed in courses:
-        World(seed).play()
+        World(seed, expects_newcomers=expects_newcomers).play()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -276,7 +311,7 @@ def test_the_simulation_notices_an_owner_that(mutant: str, monkeypatch: pytest.M
 
 
 def test_a_node_that_drops_what_it_never_had_breaks_the_protocol() -> None:
-    counts = ReferenceCounts(0)
+    counts = ReferenceCounts(0, in_run)
     target = counts.export(KEY)
     for key in (b"", KEY, b"guess"):
         with pytest.raises(RemoteProtocolError, match="so many never were"):
@@ -290,7 +325,7 @@ def test_a_node_that_drops_what_it_never_had_breaks_the_protocol() -> None:
 
 
 def test_a_claim_with_a_wrong_key_is_refused_and_harms_no_other_handle() -> None:
-    counts = ReferenceCounts(0)
+    counts = ReferenceCounts(0, in_run)
     target = counts.export(KEY)
     assert counts.give(target, 2)
     for number, key in ((target, b"guess"), (target + 1, KEY)):
@@ -304,17 +339,20 @@ def test_a_claim_with_a_wrong_key_is_refused_and_harms_no_other_handle() -> None
     assert counts.dropped(target, 2, key=KEY) == [target]
 
 
-def test_a_claim_that_names_a_giver_that_is_no_member_counts_for_its_taker_alone() -> None:
-    counts = ReferenceCounts(0)
+def test_seats_that_no_node_of_the_run_can_have_get_no_entries() -> None:
+    counts = ReferenceCounts(0, in_run)
     target = counts.export(KEY)
-    counts.claimed(target, None, 2, KEY)
+    counts.claimed(target, 1000, 2, KEY)
     assert counts.holds(target, 2)
+    counts.shared(target, 2, 1000)
+    counts.withdrawn(target, 2, 1000)
+    assert not counts._objects[target].on_way
     assert counts.dropped(target, 0) == []
     assert counts.dropped(target, 2, key=KEY) == [target]
 
 
 def test_what_a_node_said_before_it_was_lost_may_be_read_after_that() -> None:
-    counts = ReferenceCounts(0)
+    counts = ReferenceCounts(0, in_run)
     target = counts.export(KEY)
     assert counts.give(target, 2)
     assert counts.lost(2) == []

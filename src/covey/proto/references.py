@@ -6,6 +6,9 @@ it uses the handle (`claimed`). The two travel on different connections and come
 not claimed keeps the object alive. A claim shows the key of the object, which travels with its handles only: a node
 that guesses the number of an object gets nothing.
 
+A node may learn later than others that a newcomer has a seat, and be told of handles for it before. So what is shared
+with, or claimed from, a seat that may be that of a newcomer counts like that of a member.
+
 Messages of a pair of nodes arrive in order, so a holder's own handle is dropped (`dropped`) only after what it has
 shared is counted. It follows:
 
@@ -20,8 +23,12 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from covey.base.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class _Counts:
@@ -56,8 +63,12 @@ class _Counts:
 class ReferenceCounts:
     """The handles of the objects of one node. Nodes are seats, which are not used again."""
 
-    def __init__(self, owner: int) -> None:
-        self._owner = owner
+    def __init__(self, owner: int, may_be_node: Callable[[int], bool]) -> None:
+        """`may_be_node` tells whether a seat is that of a node of the run, or may be: others get no entries.
+
+        So no peer makes entries without end.
+        """
+        self._owner, self._may_be_node = owner, may_be_node
         self._objects: dict[int, _Counts] = {}
         self._refused: Counter[int] = Counter()
         """By taker: claims that were refused; the taker will drop those handles all the same."""
@@ -99,17 +110,18 @@ class ReferenceCounts:
 
     def shared(self, target: int, giver: int, taker: int) -> None:
         """Note that a holder passes a handle on."""
-        if self.holds(target, giver) and taker not in self._gone:
+        if self.holds(target, giver) and taker not in self._gone and self._may_be_node(taker):
             self._objects[target].move(giver, taker, 1)
 
     def withdrawn(self, target: int, giver: int, taker: int) -> list[int]:
         """Note that a handle that was shared is not passed on after all; return the objects that are free now."""
-        if target in self._objects and giver not in self._gone and taker not in self._gone:
+        is_counted = giver not in self._gone and taker not in self._gone and self._may_be_node(taker)
+        if target in self._objects and is_counted:
             self._objects[target].move(giver, taker, -1)
         return self._free([target])
 
-    def claimed(self, target: int, giver: int | None, taker: int, key: bytes) -> None:
-        """Count a handle that was passed on, for the node that got it; `giver` None is a node that is no member.
+    def claimed(self, target: int, giver: int, taker: int, key: bytes) -> None:
+        """Count a handle that was passed on, for the node that got it.
 
         A wrong key is the fault of the node that has passed it on, so the claim is refused, and no more. One of a node
         that is gone comes too late: nothing would drop that handle any more.
@@ -121,7 +133,7 @@ class ReferenceCounts:
             self._refused[taker] += 1
             return
         counts.hold(taker, 1)
-        if giver is not None and giver not in self._gone:
+        if giver not in self._gone and self._may_be_node(giver):
             counts.move(giver, taker, -1)
 
     def dropped(self, target: int, peer: int, references: int = 1, key: bytes = b"") -> list[int]:

@@ -36,6 +36,10 @@ class _MemoryTransport(BackgroundTransport):
         """Tell whether there is such a node, or was."""
         return seat < len(self._network)
 
+    def may_be_member(self, seat: int) -> bool:
+        """Tell the same: no node learns of another later than the rest."""
+        return self.is_member(Seat(seat))
+
     def send(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Deliver messages."""
         for peer, data in messages:

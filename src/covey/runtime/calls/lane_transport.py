@@ -10,17 +10,18 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import ClosedError, MismatchError, PeerLostError, RemoteProtocolError
+from covey.base.numbers import Seat
 from covey.proto.calling.tags import ANSWER_PARTS
 from covey.runtime import loop as control
 from covey.runtime.calls.lanes import CallLanes
 from covey.runtime.pool import pool
+from covey.wire.messages import MAX_MEMBERS
 from covey.wire.versions import PASSED_HANDLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from covey.base.errors import CoveyError
-    from covey.base.numbers import Seat
     from covey.runtime.calls.lanes import CallingNode
     from covey.runtime.calls.transport import CallListener, PartsTaker
     from covey.runtime.fault import Fault
@@ -69,6 +70,10 @@ class LaneTransport:
     def is_member(self, seat: Seat) -> bool:
         """Tell whether a seat is that of a node of the run."""
         return seat == self.seat or seat in self._node.peers
+
+    def may_be_member(self, seat: int) -> bool:
+        """Tell whether a seat is that of a node of the run, or may be that of a newcomer that others know already."""
+        return self.is_member(Seat(seat)) or 0 <= seat - self._node.peers.next_seat < MAX_MEMBERS
 
     def send(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Send messages of at most 64 KiB to peers, now. Messages to one peer arrive in order."""

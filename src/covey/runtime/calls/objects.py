@@ -102,10 +102,11 @@ class _Exported:
 class ExportedObjects:
     """The objects that this node has exported. Any thread may call any method."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, may_be_node: Callable[[int], bool]) -> None:
+        """`may_be_node` tells whether a seat is that of a node of the run, also of one that is not known here yet."""
         self._seat = seat
         self._lock = threading.Lock()
-        self._counts = ReferenceCounts(seat)
+        self._counts = ReferenceCounts(seat, may_be_node)
         self._objects: dict[int, _Exported] = {}
 
     def __len__(self) -> int:
@@ -181,11 +182,10 @@ class ExportedObjects:
             )
         return self._objects[target]
 
-    def count(self, peer: Seat, message: ReferenceMessage, *, names_member: bool) -> list[Any]:
+    def count(self, peer: Seat, message: ReferenceMessage) -> list[Any]:
         """Count what a node says of handles, and return the objects that no handle is left of.
 
-        The caller lets go of them where their destructors may run. `names_member` says whether the node that the
-        message names is a member of the run: one that is not gets no entry, so that no peer makes entries without end.
+        The caller lets go of them where their destructors may run.
 
         Raises:
             RemoteProtocolError: no correct node says so.
@@ -194,10 +194,7 @@ class ExportedObjects:
             if isinstance(message, ReferenceRelease):
                 return self._freed(self._counts.dropped(message.target, peer, message.references, message.key))
             if isinstance(message, ReferenceClaim):
-                giver = message.giver if names_member else None
-                self._counts.claimed(message.target, giver, peer, message.key)
-            elif not names_member:
-                return []
+                self._counts.claimed(message.target, message.giver, peer, message.key)
             elif message.is_withdrawn:
                 return self._freed(self._counts.withdrawn(message.target, peer, message.taker))
             else:

@@ -111,13 +111,7 @@ class HandlePassing:
 
     def count(self, effect: CountReference) -> None:
         """Count what another node says of handles of this one's objects."""
-        match effect.message:
-            case wire.ReferenceShare(taker=named) | wire.ReferenceClaim(giver=named):
-                names_member = self._is_member(Seat(named))
-            case _:
-                names_member = False
         try:
-            freed = self._exported.count(Seat(effect.peer), effect.message, names_member=names_member)
-            self._calls.let_go(freed)
+            self._calls.let_go(self._exported.count(Seat(effect.peer), effect.message))
         except RemoteProtocolError as error:
             self._calls.broke_protocol(Seat(effect.peer), error)

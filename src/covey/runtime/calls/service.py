@@ -99,7 +99,7 @@ class CallService:
         self._loopback = Loopback(self, Seat(0) if others is None else others.seat)
         self._transport: CallTransport = self._loopback if others is None else others
         self.seat = self._loopback.seat
-        self.exported = ExportedObjects(self.seat)
+        self.exported = ExportedObjects(self.seat, self._transport.may_be_member)
         self._converters = Converters(self, self.seat, self.exported, self._transport.lists_handles)
         self._passing = HandlePassing(self, self.seat, self.exported, self._transport.is_member)
         self.made = MadeCalls(self, self._transport_to, self._transport.work_ended, self._passing.taken)

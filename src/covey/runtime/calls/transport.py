@@ -59,6 +59,9 @@ class CallTransport(Protocol):
     def is_member(self, seat: Seat) -> bool:
         """Tell whether messages can be sent to a seat: it is that of a node of the run, which may be lost."""
 
+    def may_be_member(self, seat: int) -> bool:
+        """Tell whether a seat is that of a node of the run, or may be that of a newcomer that others know already."""
+
     def send(self, messages: list[tuple[Seat, bytes]]) -> None:
         """Send messages of at most 64 KiB to peers, now. Messages to one peer arrive in order."""
 
@@ -126,6 +129,10 @@ class BackgroundTransport:
         return False
 
     def note_small_call(self) -> None:
+    def may_be_member(self, seat: int) -> bool:
+        """Return False: there are no newcomers."""
+        return False
+
         """Do nothing: no parts are on their way."""
 
     def drive(self, work: Work[Any], deadline: float | None) -> None:
