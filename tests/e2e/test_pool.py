@@ -14,6 +14,7 @@ from tests.support.waiting import DEADLINE
 
 import covey
 from covey.runtime.pool import pool
+from covey.testing import run_threads
 
 POOL_BYTES = 1 << 20
 LARGE = 75_000
@@ -144,6 +145,35 @@ def test_calls_all_to_all_end_though_the_memory_is_used_up_also_when_a_rank_is_k
             assert told["kept"] <= told["most"] * 5 // 4
         for rank in (0, 2, 3):
             ranks.go(rank)
+
+
+def test_answers_do_not_wait_behind_arguments_for_which_there_is_no_memory() -> None:
+    large, made = 3 * 50_000, 60
+    settings = {"pool_bytes": 1, "credit_bytes": 2 << 20}
+
+    def body(group: covey.Group) -> list[float]:
+        node, other = group.node, 1 - group.rank
+        group.barrier()
+
+        @node.rpc
+        def ask_back(*parts: np.ndarray, number: int) -> float:
+            return sum(float(part.sum()) for part in parts) + float(node.call(other, "answer", number).sum())
+
+        @node.rpc
+        def answer(number: int) -> np.ndarray:
+            return np.full(60_000, number % 200, np.uint8)
+
+        group.barrier()
+        arguments = [np.full(50_000, 1 + group.rank + part, np.uint8) for part in range(3)]
+        works = [node.call_async(other, "ask_back", *arguments, number=number) for number in range(made)]
+        results = [work.wait() for work in works]
+        group.barrier()
+        return results
+
+    assert made * large > 2 * settings["credit_bytes"]
+    for rank, results in enumerate(run_threads(2, body, lanes="unix", settings=settings, timeout=DEADLINE)):
+        sent = 50_000.0 * sum(1 + rank + part for part in range(3))
+        assert results == [sent + 60_000 * number for number in range(made)]
 
 
 def test_a_fork_has_the_arrays_of_its_parent_and_a_pool_of_its_own() -> None:

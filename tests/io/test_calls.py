@@ -731,9 +731,9 @@ def test_a_node_leaves_soon_though_an_answer_is_not_fetched(monkeypatch: pytest.
 def test_a_node_that_is_lost_while_it_sends_a_large_result_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     send_parts = LaneTransport.send_parts
 
-    def send_no_answer(self: LaneTransport, peer: Any, tag: int, parts: Any, priority: int) -> None:
+    def send_no_answer(self: LaneTransport, peer: Any, tag: int, *rest: Any) -> None:
         if not tag & ANSWER_PARTS:
-            send_parts(self, peer, tag, parts, priority)
+            send_parts(self, peer, tag, *rest)
 
     monkeypatch.setattr(LaneTransport, "send_parts", send_no_answer)
 

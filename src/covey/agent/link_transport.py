@@ -118,7 +118,7 @@ class LinkTransport(BackgroundTransport):
         self._outbox.extend(messages)
         control.soon(self._send_all)
 
-    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int) -> None:
+    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int, share: float = 1.0) -> None:
         """Do nothing: calls here are too small to have parts (`requests.CALL_BYTES`)."""
 
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:

@@ -2,7 +2,8 @@
 
 A receive takes the earliest announced message that fits its source and tag. Small messages are *eager*: they are sent
 at once, as copies, while the peer holds less than `credit_bytes` of this rank's messages that no receive has taken;
-then sends wait until the peer gives credit back. Of a large message only the header is sent; the payload moves when a
+then sends wait until the peer gives credit back. Messages that the peer may leave for long use up no more than a share
+of it, so those that it waits for have the rest. Of a large message only the header is sent; the payload moves when a
 receive asks for it, straight into the receiver's memory.
 
 The driver moves the bytes of `link(peer)` over the connection with that peer: it sends `outlet.buffers()` and calls
@@ -92,10 +93,12 @@ class Matcher:
         shape: tuple[int, ...],
         is_object: bool,
         priority: int = BULK,
+        share: float = 1.0,
     ) -> MessageSend:
         """Begin to send a message to `peer`; `view` is read until the send is over.
 
-        It overtakes messages of lower classes that wait, also those with its tag.
+        It overtakes messages of lower classes that wait, also those with its tag. One that the peer may leave for long
+        gets a `share` of the credit only, at least half, and those with a larger one do not wait for it.
 
         Raises:
             ConfigError: there is no such rank or tag.
@@ -103,7 +106,7 @@ class Matcher:
         _check(peer, tag, self.size, may_be_any=False)
         if len(shape) > wire.MAX_MESSAGE_NDIM:
             raise ConfigError(f"an array of {len(shape)} dimensions; covey sends up to {wire.MAX_MESSAGE_NDIM}")
-        send = MessageSend(view, peer, tag, dtype_code, shape, is_object, priority)
+        send = MessageSend(view, peer, tag, dtype_code, shape, is_object, priority, share)
         if peer == self.rank:
             self._send_to_self(send)
         elif (failure := self._failures.errors.get(peer)) is not None:

@@ -57,7 +57,7 @@ class MessageInfo(NamedTuple):
 class MessageSend(Payload):
     """A message to `peer`; over when its memory may be reused."""
 
-    __slots__ = ("dtype_code", "error", "is_cleared", "is_object", "peer", "shape", "tag")
+    __slots__ = ("dtype_code", "error", "is_cleared", "is_object", "peer", "shape", "share", "tag")
 
     def __init__(
         self,
@@ -68,8 +68,11 @@ class MessageSend(Payload):
         shape: tuple[int, ...],
         is_object: bool,
         priority: int = BULK,
+        share: float = 1.0,
     ) -> None:
         super().__init__(view, priority)
+        self.share = share
+        """How much of the credit it may use up."""
         self.peer, self.tag = peer, tag
         self.dtype_code, self.shape, self.is_object = (0, (), True) if is_object else (dtype_code, shape, False)
         self.is_cleared = False

@@ -1,7 +1,9 @@
 """The messages between this rank and one peer: frames in both directions, credit, and acknowledgements.
 
 A sender may announce messages while the peer holds less than `credit_bytes` of its messages that no receive has taken;
-then sends wait until the peer gives credit back. What no correct peer sends raises RemoteProtocolError.
+then sends wait until the peer gives credit back. A message that has a share of the credit is announced only while the
+peer holds less than that, so it never uses up what those with larger shares need. What no correct peer sends raises
+RemoteProtocolError.
 """
 
 from __future__ import annotations
@@ -135,6 +137,8 @@ class MessageLink:
         """Credit taken: bytes announced for which no credit came back."""
         self._waiting: tuple[deque[MessageSend], ...] = tuple(deque() for _ in PRIORITIES)
         """By class: not announced, because there is no credit."""
+        self._with_share: dict[float, deque[MessageSend]] = {}
+        """By share, where that is less than 1: the same. No queue is empty."""
         self._frames: tuple[deque[MessageSend | _Copied], ...] = tuple(deque() for _ in PRIORITIES)
         """By class: what has credit, and no number yet, because the line has no room."""
         self._announced: dict[int, MessageSend] = {}
@@ -145,6 +149,8 @@ class MessageLink:
         """What the peer counts as used, as far as its frames have arrived."""
         self._owed = 0
         """The part of `held` that is matched: credit to give back."""
+        self._gives_at = host.sizes.credit_bytes // (2 if host.listened else 1)
+        """What the peer holds when it may be out of credit: calls have messages with shares, of at least half."""
         self._incomplete: dict[int, ArrivingMessage] = {}
         """By message id: announced messages whose payload is not complete."""
         self._unacknowledged = 0
@@ -204,7 +210,7 @@ class MessageLink:
         """
         outlet, inlet = self.outlet, self.inlet
         is_quiet = outlet.is_idle and inlet.is_between_frames and not (self.is_over or self.is_failed)
-        if not is_quiet or any(self._waiting) or self._announced or self._incomplete:
+        if not is_quiet or any(self._waiting) or self._with_share or self._announced or self._incomplete:
             return None
         return LentStreams(
             self._next_id,
@@ -263,12 +269,14 @@ class MessageLink:
         """Give the peer up and end all sends to it; return the messages whose payload will not come."""
         self.is_failed = True
         queued = [each for queue in self._frames for each in queue if isinstance(each, MessageSend)]
-        for send in [*self._announced.values(), *queued, *itertools.chain(*self._waiting)]:
+        waiting_sends = itertools.chain(*self._waiting, *self._with_share.values())
+        for send in [*self._announced.values(), *queued, *waiting_sends]:
             self._host.end(send, error)
         arrivals = self._incomplete.values()
         self._announced, self._incomplete = {}, {}
         for waiting in self._waiting:
             waiting.clear()
+        self._with_share.clear()
         for frames in self._frames:
             frames.clear()
         self.outlet.clear()
@@ -282,7 +290,10 @@ class MessageLink:
 
     def send(self, send: MessageSend) -> None:
         """Announce a message, as soon as there is credit."""
-        self._waiting[send.priority].append(send)
+        if send.share < 1:
+            self._with_share.setdefault(send.share, deque()).append(send)
+        else:
+            self._waiting[send.priority].append(send)
         self._announce()
 
     def tell(self, data: bytes, tag: int, priority: int) -> bool:
@@ -300,10 +311,12 @@ class MessageLink:
 
     def withdraw(self, send: MessageSend) -> bool:
         """Cancel a send; False if it was announced already."""
-        waiting = self._waiting[send.priority]
-        if send not in waiting:
+        waiting = self._waiting[send.priority] if send.share == 1 else self._with_share.get(send.share)
+        if not waiting or send not in waiting:
             return False
         waiting.remove(send)
+        if not waiting:
+            self._with_share.pop(send.share, None)
         return True
 
     def say_end(self) -> None:
@@ -316,9 +329,16 @@ class MessageLink:
         self.outlet.push(wire.encode(header))
 
     def _announce(self) -> None:
+        credit = self._sizes.credit_bytes
         for waiting in self._waiting:
-            while waiting and self._used < self._sizes.credit_bytes:
+            while waiting and self._used < credit:
                 self._announce_one(waiting.popleft())
+        for share in sorted(self._with_share, reverse=True):
+            waiting = self._with_share[share]
+            while waiting and self._used < share * credit:
+                self._announce_one(waiting.popleft())
+            if not waiting:
+                del self._with_share[share]
 
     def _announce_one(self, send: MessageSend) -> None:
         is_small = len(send.view) <= self._sizes.eager_bytes
@@ -414,7 +434,7 @@ class MessageLink:
         self._held += cost
         self._owed += cost
         self._host.heard.append((self._peer, data))
-        if self._owed >= self._credit_batch or self._held >= self._sizes.credit_bytes:
+        if self._owed >= self._credit_batch or self._held >= self._gives_at:
             self._give_credit()
 
     def _begin(self, header: MessageHeader) -> Landing | None:
@@ -456,9 +476,10 @@ class MessageLink:
         return arrival if is_eager else None
 
     def _give_credit(self) -> None:
-        # The sender is out of credit when `held`, with what is still under way, reaches `credit_bytes`. Once all of it
-        # has arrived, the second test holds whenever credit is owed, so no sender waits for credit that is due.
-        is_due = self._owed >= self._credit_batch or self._held >= self._sizes.credit_bytes
+        # The sender is out of credit when `held`, with what is still under way, reaches `credit_bytes`, or the share of
+        # its next message. Once all of it has arrived, the second test holds whenever credit is owed, so no sender
+        # waits for credit that is due.
+        is_due = self._owed >= self._credit_batch or self._held >= self._gives_at
         if not self.is_failed and self._owed and is_due:
             self.push(MessageHeader(wire.CREDIT, payload_bytes=self._owed))
             self._held -= self._owed

@@ -46,7 +46,7 @@ class _MemoryTransport(BackgroundTransport):
             if peer in self._network.listeners and self.seat in self._network.listeners:
                 self._network.listeners[peer].heard([(self.seat, data)])
 
-    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int) -> None:
+    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int, share: float = 1.0) -> None:
         """Keep copies of parts for the receiver."""
         copies = [np.frombuffer(part, np.uint8).copy() for part in parts]
         self._network.parts.setdefault((self.seat, peer, tag), deque()).append(copies)

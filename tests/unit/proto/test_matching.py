@@ -29,6 +29,8 @@ INT32 = dtype_code(np.dtype(np.int32))
 EAGER_BYTES, CREDIT_BYTES = MessageSizes()
 LARGE = EAGER_BYTES + 1
 COST = EAGER_BYTES + HEADER_COST
+LISTENED = 1 << 62
+"""The tag of messages about calls."""
 
 
 def content(seed: int, length: int) -> bytes:
@@ -39,8 +41,10 @@ def content(seed: int, length: int) -> bytes:
 class World:
     """Matchers joined by pipes that move when told to, in slices of any size."""
 
-    def __init__(self, size: int, rng: random.Random | None = None) -> None:
+    def __init__(self, size: int, rng: random.Random | None = None, *, listened: int | None = None) -> None:
         self.matchers = [Matcher(rank, size) for rank in range(size)]
+        for matcher in self.matchers:
+            matcher.listened.update(() if listened is None else (listened,))
         self.pairs = list(itertools.permutations(range(size), 2))
         self.pipes = {pair: bytearray() for pair in self.pairs}
         self.rng = rng
@@ -49,9 +53,10 @@ class World:
             self.matchers[source].lane_opened(peer)
         self.settle()
 
-    def send(self, data: bytes, source: int, peer: int, tag: int) -> MessageSend:
-        view = memoryview(data)
-        return self.matchers[source].send(view, peer, tag, dtype_code=UINT8, shape=(len(data),), is_object=False)
+    def send(self, data: bytes, source: int, peer: int, tag: int, share: float = 1.0) -> MessageSend:
+        return self.matchers[source].send(
+            memoryview(data), peer, tag, dtype_code=UINT8, shape=(len(data),), is_object=False, share=share
+        )
 
     def push(self, source: int, peer: int) -> int:
         """Move some of what `source` has to say into the pipe."""
@@ -181,6 +186,44 @@ def test_a_sender_stops_at_its_credit_and_goes_on_as_messages_are_taken() -> Non
         assert unmatched * COST < CREDIT_BYTES + COST
         assert unmatched >= min(199 - at, allowed - CREDIT_BYTES // 16 // COST - 1)
     assert all(send in world.over for send in sends)
+
+
+def test_messages_with_a_share_of_the_credit_leave_the_rest_to_those_with_a_larger_one() -> None:
+    world = World(2, listened=LISTENED)
+    data, announced = content(1, EAGER_BYTES), 0
+    for tag, share in enumerate((0.5, 0.75, 1.0)):
+        sends = [world.send(data, 0, 1, tag, share) for _ in range(100)]
+        world.settle()
+        announced += sum(send in world.over for send in sends)
+        assert announced == -(-int(share * CREDIT_BYTES) // COST), share
+    for tag in (2, 1, 0):
+        receives = [world.matchers[1].receive(0, tag) for _ in range(100)]
+        world.settle()
+        assert all(receive.result is not None for receive in receives), "those with less than this are not awaited"
+
+
+def test_credit_comes_back_while_messages_that_no_receive_takes_have_nearly_the_share_of_the_rest() -> None:
+    world = World(2, listened=LISTENED)
+    left = [world.send(content(1, EAGER_BYTES), 0, 1, 1, 0.5) for _ in range(CREDIT_BYTES // 2 // COST)]
+    taken = [world.send(content(2, EAGER_BYTES), 0, 1, 2, 0.5) for _ in range(20)]
+    receives = [world.matchers[1].receive(0, 2) for _ in range(20)]
+    world.settle()
+    assert all(send in world.over for send in left + taken)
+    assert all(receive.result is not None for receive in receives)
+
+
+def test_what_waits_for_its_share_of_the_credit_can_be_cancelled_and_fails_with_its_peer() -> None:
+    world = World(2, listened=LISTENED)
+    sends = [world.send(content(1, EAGER_BYTES), 0, 1, 1, 0.5) for _ in range(40)]
+    world.settle()
+    assert not world.matchers[0].withdraw(sends[0])
+    assert world.matchers[0].withdraw(sends[-1])
+    world.matchers[0].fail(1, PeerLostError("gone", rank=1))
+    assert [type(send.error) for send in sends[-3:]] == [PeerLostError, PeerLostError, type(None)]
+    other = World(2, listened=LISTENED)
+    for send in [other.send(content(1, EAGER_BYTES), 0, 1, 1, 0.5) for _ in range(40)]:
+        other.matchers[0].withdraw(send)
+    assert other.matchers[0].link(1)._with_share == {}
 
 
 def test_empty_messages_and_headers_of_large_ones_are_bounded_too() -> None:

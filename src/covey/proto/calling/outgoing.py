@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from covey.base.errors import RemoteProtocolError
-from covey.base.numbers import REALTIME
+from covey.base.numbers import PRIORITIES, REALTIME
 from covey.proto.calling.effects import (
     CallEffect,
     CallEnding,
@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 CALLS_LIMIT: Final = 256
 """Open calls from one node to another; also what the called node accepts."""
 _NO_PAYLOAD: Final = wire.CallPayload()
+
+
+def arguments_share(depth: int, priority: int) -> float:
+    """Return the share of what may wait at the other node that the arguments of a call may use up: from a half on.
+
+    Arguments wait there until there is memory, and the memory may be given back only when deeper calls, and answers,
+    have come. So each depth, and in it each class, has some room that no call before it in this order can use up.
+    """
+    return 0.5 + (depth * len(PRIORITIES) + len(PRIORITIES) - 1 - priority) / (2 * wire.DEPTH_LIMIT * len(PRIORITIES))
 
 
 @dataclass(slots=True)

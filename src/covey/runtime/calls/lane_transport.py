@@ -95,12 +95,12 @@ class LaneTransport:
     def _has_small_calls(self) -> bool:
         return time.monotonic() - self._small_call_at < WAY_SECONDS
 
-    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int) -> None:
-        """Send the parts of a payload. Their memory is read until the peer has fetched or refused them."""
+    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int, share: float = 1.0) -> None:
+        """Send the parts of a payload; see `CallTransport.send_parts`."""
         with contextlib.suppress(ClosedError):
             messenger = self._large.messenger()
             for part in parts:
-                work = messenger.push(memoryview(part), peer, tag, priority)
+                work = messenger.push(memoryview(part), peer, tag, priority, share)
                 if tag & ANSWER_PARTS:
                     self._answers.add(work)
                     work.add_done_callback(self._answers.discard)

@@ -24,6 +24,7 @@ from covey.base.text import printable
 from covey.proto.calling import effects as done
 from covey.proto.calling.core import Calling
 from covey.proto.calling.effects import CallEnding
+from covey.proto.calling.outgoing import arguments_share
 from covey.proto.calling.tags import parts_tag
 from covey.runtime import loop as control
 from covey.runtime import tracing
@@ -493,7 +494,8 @@ class CallService:
         if effect.parts is not None:
             assert isinstance(message, wire.CallRequest | wire.CallResult | wire.StreamItem)
             tag = parts_tag(message.number, is_answer=not isinstance(message, wire.CallRequest))
-            self._transport_to(peer).send_parts(peer, tag, effect.parts, effect.priority)
+            share = arguments_share(message.depth, effect.priority) if isinstance(message, wire.CallRequest) else 1.0
+            self._transport_to(peer).send_parts(peer, tag, effect.parts, effect.priority, share)
         if peer == self.seat:
             self._loopback.send([(peer, wire.encode_call_message(message))])
         else:

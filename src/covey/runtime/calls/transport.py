@@ -68,10 +68,11 @@ class CallTransport(Protocol):
     def note_small_call(self) -> None:
         """Let parts of payloads give way for a moment, because a call without parts begins."""
 
-    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int) -> None:
+    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int, share: float = 1.0) -> None:
         """Send the parts of a payload. Their memory is read until the peer has fetched or refused them.
 
-        Those of a class above `priority` overtake them.
+        Those of a class above `priority` overtake them, and those with a larger `share` of what may wait at the peer
+        have room beside them.
         """
 
     def fetch_parts(self, peer: Seat, tag: int, sizes: Sequence[int], then: PartsTaker) -> None:
@@ -128,11 +129,11 @@ class BackgroundTransport:
         """Return False: no other node is known."""
         return False
 
-    def note_small_call(self) -> None:
     def may_be_member(self, seat: int) -> bool:
         """Return False: there are no newcomers."""
         return False
 
+    def note_small_call(self) -> None:
         """Do nothing: no parts are on their way."""
 
     def drive(self, work: Work[Any], deadline: float | None) -> None:
@@ -171,7 +172,7 @@ class Loopback(BackgroundTransport):
         """Deliver messages here; those to other nodes, of a node that is alone, are dropped."""
         self._listener.heard([(peer, data) for peer, data in messages if peer == self.seat])
 
-    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int) -> None:
+    def send_parts(self, peer: Seat, tag: int, parts: Sequence[Any], priority: int, share: float = 1.0) -> None:
         """Keep copies of the parts of a payload; before the message that they belong to."""
         self._parts.setdefault(tag, deque()).append([_copy_of(np.frombuffer(part, np.uint8)) for part in parts])
 

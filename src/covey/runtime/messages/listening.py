@@ -81,11 +81,16 @@ class ListeningMessenger(Messenger):
             self._reach(unreached)
             self._settle()
 
-    def push(self, view: memoryview, dst: int, tag: int, priority: int) -> Work[None]:
-        """Start to send bytes; `view` is read until the work is done. If the rank is or gets lost, the work fails."""
+    def push(self, view: memoryview, dst: int, tag: int, priority: int, share: float) -> Work[None]:
+        """Start to send bytes; `view` is read until the work is done. If the rank is or gets lost, the work fails.
+
+        `share` is that of the credit which it may use up.
+        """
         with self._lock:
             unreached = self._expect(dst, None)
-            operation = self._matcher.send(view, dst, tag, dtype_code=0, shape=(), is_object=True, priority=priority)
+            operation = self._matcher.send(
+                view, dst, tag, dtype_code=0, shape=(), is_object=True, priority=priority, share=share
+            )
             if priority < REALTIME:
                 self._hurry(dst, priority)
             work = self._start(operation, f"send of {len(view)} bytes to rank {dst} with tag {tag}")
