@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from dataclasses import dataclass
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final
 
@@ -85,6 +86,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.workers > 0 and not config.option.collectonly:
         config.pluginmanager.register(Workers(config.option.workers))
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """Why a worker ends before it was told to, as it says; nothing if it could not say anything."""
+
+    text: str
 
 
 class Worker:
@@ -202,7 +210,9 @@ class Workers:
         try:
             said = worker.channel.recv()
         except (EOFError, ConnectionResetError):
-            self._ended(session, worker)
+            said = LastWords("")
+        if isinstance(said, LastWords):  # outside the handler: what the next worker raises has nothing to do with this
+            self._ended(session, worker, said)
             return
         current = session.items[worker.running[0]]
         if said is None:
@@ -216,14 +226,14 @@ class Workers:
             hook.pytest_runtest_logstart(nodeid=current.nodeid, location=current.location)
         hook.pytest_runtest_logreport(report=report)
 
-    def _ended(self, session: pytest.Session, worker: Worker) -> None:
+    def _ended(self, session: pytest.Session, worker: Worker, words: LastWords) -> None:
         """Take note of the end of a worker. If it had a test, that has failed, and another one takes the rest."""
         del self._workers[worker.channel]
         worker.channel.close()
         status = _reap(worker.pid)
         if worker.running:
             lost = session.items[worker.running.popleft()]
-            text = f"the test ended its process, with {os.waitstatus_to_exitcode(status)}"
+            text = f"the test ended its process, with {os.waitstatus_to_exitcode(status)}\n{words.text}".rstrip()
             report = pytest.TestReport(lost.nodeid, lost.location, {}, "failed", text, "call")
             session.config.hook.pytest_runtest_logreport(report=report)
             named = [] if worker.named is None else [worker.named]
@@ -289,10 +299,11 @@ def _work(session: pytest.Session, number: int, channel: Connection) -> None:
         finally:
             session._setupstate.teardown_exact(None)
         code = 0
-    except (KeyboardInterrupt, EOFError, ConnectionError):  # the run is interrupted
+    except (EOFError, ConnectionError):  # the run is interrupted
         pass
-    except BaseException:
-        traceback.print_exc()
+    except BaseException:  # a signal is none of the test's, but may come from one
+        with contextlib.suppress(OSError):  # the run is interrupted
+            channel.send(LastWords(traceback.format_exc()))
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -49,11 +49,19 @@ def test_it_comes_after_that():
     assert os.environ["PYTEST_XDIST_WORKER"] in ("gw0", "gw1")
 """,
     "test_another": """
-import random, sys, time
+import os, signal, time
 
 def test_it_is_skipped():
     import pytest
     pytest.skip("a reason")
+
+def test_it_is_interrupted():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(500)
+
+def test_it_fails_in_the_next_process():
+    raise AssertionError
 """,
 }
 
@@ -86,12 +94,15 @@ WITH_WORKERS = ("-p", "tests.support.workers", "--workers", "2")
 def test_every_test_runs_once_and_whatever_goes_wrong_is_told(tmp_path: Path) -> None:
     code, out = run_tests(tmp_path, *WITH_WORKERS, "-ra", **FILES)
     assert code == 1, out
-    assert "collected 10 items" in out
-    assert out.splitlines()[-1].strip("= ").startswith("2 failed, 7 passed, 1 skipped"), out
+    assert "collected 12 items" in out
+    assert out.splitlines()[-1].strip("= ").startswith("4 failed, 7 passed, 1 skipped"), out
     assert "FAILED test_other.py::test_it_fails - assert" in out, out
     assert "some words" in out
     assert "FAILED test_other.py::test_it_ends_its_process" in out, out
     assert "the test ended its process, with -9" in out
+    assert "the test ended its process, with 1" in out
+    assert re.search(r"in test_it_is_interrupted\n.*\nKeyboardInterrupt", out), "a worker says what ended it"
+    assert "ConnectionResetError" not in out, "a failure is not told as a consequence of another worker's end"
     assert "a reason" in out
     (made,) = (tmp_path / "made.txt").read_text().splitlines()
     assert made.split()[2] == "5", "one worker has made what the tests of a file share, and used it for all"
