@@ -20,11 +20,14 @@ from typing import Final
 
 TRACED: Final = """
 import json, os, sys, threading
-entered = []
+entered, before = [], {}
 def see(frame, event, _):
     module = frame.f_globals.get("__name__") or ""
     if event == "call" and module.startswith("covey."):
-        entered.append(f"{module[6:]}:{frame.f_code.co_qualname}")
+        name = f"{module[6:]}:{frame.f_code.co_qualname}"
+        if name in before:
+            before[name]()
+        entered.append(name)
 def begin():
     threading.setprofile(see)
     sys.setprofile(see)
@@ -46,18 +49,31 @@ group.barrier()
 group.close()
 """
 LOSS: Final = """
+import signal
 import numpy as np
 import covey
-is_traced = os.environ["COVEY_RANK"] == "0"
+rank = os.environ["COVEY_RANK"]
+is_traced = rank == "0"
 if is_traced:  # from the start: the control loop is a thread of its own
     begin()
 group = covey.join()
 values = np.ones(1 << 20, np.float32)
 for _ in range(3):
     group.all_reduce(values)
-if group.rank == 2:
-    os.kill(os.getpid(), 9)
-entered.clear()
+victim = int(group.all_gather(np.array([os.getpid()]))[2][0])
+if rank == "2":
+    signal.pause()
+if is_traced:
+    # The loss comes in the operation, and rank 0 hears what the others say about it after it has noticed it itself.
+    execute, has_noticed = "runtime.collectives.attempt:Attempt.execute", threading.Event()
+    def lose():
+        del before[execute]
+        os.kill(victim, signal.SIGKILL)
+    before[execute] = lose
+    before["runtime.collectives.atomic:AtomicOperations.disturbed"] = has_noticed.set
+    before["runtime.views.view_driver:ViewDriver.received"] = lambda: has_noticed.wait(60)
+    before["runtime.views.generation_table:GenerationTable.keeper_voted"] = lambda: has_noticed.wait(60)
+    entered.clear()
 group.all_reduce(values)
 if is_traced:
     end()
