@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from tests.support.in_turn import in_turn
 from tests.support.waiting import DEADLINE
-from tests.torch.party import Party
+from tests.torch.party import Party, await_newcomer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -159,6 +161,52 @@ def test_a_rank_is_lost_and_the_rows_of_a_step_are_those_of_the_same_ranks_as_it
     assert samples == 240
     assert lost > 0
     assert loss < 0.5
+
+
+def follow(slot: int, tell: Callable[..., None]) -> Any:
+    """Train until a newcomer has followed: moments of a table are sparse, rows are sent beside coded gradients."""
+    model, said = Words(), list[str]()
+
+    def hear(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return True
+
+    logging.getLogger("covey").addFilter(hear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    words = torch.randint(ROWS, (60, 4), generator=torch.Generator().manual_seed(2))
+    elastic = Elastic(
+        model=model, optimizer=optimizer, sampler=ElasticSampler(60), batch=12, epochs=1 << 30, balance=True,
+        micro_batch=2, compress="int8", timeout=DEADLINE,
+    )  # fmt: skip
+    elastic.shadow_newcomers()
+    together = 0
+    for indices in elastic:
+        for place in range(len(indices)):
+            with elastic.no_sync() if place + 1 < len(indices) else contextlib.nullcontext():
+                ((model(words[indices[place : place + 1]]) - 1).square().sum() / len(indices)).backward()
+        if slot == 1 and elastic.generation == 0 and elastic.samples > 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elastic.step()
+        if elastic.generation == 0 and len(elastic.group.contributors) < 2:
+            await_newcomer(elastic)
+        together += elastic.generation > 0 and elastic._newcomers is None and elastic._out is None
+        if together == 8:
+            break
+    moments = optimizer.state_dict()["state"]
+    held = [*model.parameters(), *(moments[place]["momentum_buffer"] for place in range(4))]
+    return elastic.samples, [each.detach().to_dense().tolist() for each in held], said
+
+
+def test_a_newcomer_follows_a_training_with_sparse_gradients_and_has_the_same_bits() -> None:
+    with Party(2, follow) as party:
+        for slot in range(2):
+            party.start(slot)
+        party.await_gone(1)
+        party.start(1, restart=1)
+        returned = party.await_all()
+    assert returned[0][:2] == returned[1][:2]
+    said = returned[0][2]
+    assert any("rank 1 took the state in the background" in line for line in said), said
 
 
 def together(slot: int, tell: Callable[..., None]) -> Any:

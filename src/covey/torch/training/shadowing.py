@@ -26,6 +26,7 @@ from covey.torch.training.structure import (
     from_plain,
     hand_over,
     holder_of,
+    make_dense,
     put_together,
     state_of,
     take_apart,
@@ -370,6 +371,7 @@ class NewcomerSupport:
         is_donor, follower = group.rank in admission.donors, self._follower
         plan, tensors = None, dict[str, torch.Tensor]()
         if is_donor:
+            make_dense(self._followed)
             structure, tensors = self._state()
             table = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
                      for name, tensor in tensors.items()]  # fmt: skip

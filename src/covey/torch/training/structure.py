@@ -47,7 +47,7 @@ def state_of(value: Any) -> Any:
 
 
 def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return `state` with a TensorKey in place of each tensor, and the tensors by key.
+    """Return `state` with a TensorKey in place of each tensor, and the tensors by key; of sparse ones dense copies.
 
     Raises:
         ConfigError: two tensors would have the same key, or a module or an optimizer is deep inside the state.
@@ -62,7 +62,7 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torc
                     raise ConfigError(
                         f"two tensors of the state are called {key}; rename an entry with a dot in its name"
                     )
-                tensors[key] = value
+                tensors[key] = value.to_dense() if value.is_sparse else value
                 return TensorKey(key)
             case dict():
                 changed = copy.copy(value)  # keeps the attributes that a state_dict has besides its entries
@@ -99,6 +99,28 @@ def put_together(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             parts = [put_together(inner, tensors) for inner in structure]
             return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
     return structure
+
+
+def make_dense(parts: Mapping[str, Any]) -> None:
+    """Let objects with load_state_dict hold dense tensors where they have sparse ones, such as moments of a table.
+
+    What is sent arrives dense. Sums of dense and of sparse tensors are rounded differently, so all ranks need the same.
+    """
+    for part in parts.values():
+        if _has_sparse(state := state_of(part)):
+            structure, tensors = take_apart({"": state})
+            holder_of(part).load_state_dict(put_together(structure, tensors)[""])
+
+
+def _has_sparse(value: Any) -> bool:
+    match value:
+        case torch.Tensor():
+            return bool(value.is_sparse)
+        case dict():
+            return any(map(_has_sparse, value.values()))
+        case list() | tuple():
+            return any(map(_has_sparse, value))
+    return False
 
 
 def tensor_keys(structure: Any) -> Iterator[str]:
@@ -187,6 +209,7 @@ def hand_over(
         ConfigError: a state holds a value that cannot be sent.
         MismatchError: a tensor has another shape or dtype on a newcomer.
     """
+    make_dense(parts)
     structure, tensors = take_apart({name: state_of(part) for name, part in parts.items()})
     parameters = {f"model.{name}": parameter for name, parameter in holder_of(model).named_parameters()}
     state: dict[str, Any] = {name: _on_host(tensor) for name, tensor in {**tensors, **parameters}.items()}

@@ -28,7 +28,15 @@ from covey.torch.training.local_sgd import flat, parts, trained_by
 from covey.torch.training.pools import Pools
 from covey.torch.training.sampler import ElasticSampler, Pace, by_speed
 from covey.torch.training.step_times import is_asked
-from covey.torch.training.structure import from_plain, hand_over, put_together, share_buffers, take_apart, to_plain
+from covey.torch.training.structure import (
+    from_plain,
+    hand_over,
+    make_dense,
+    put_together,
+    share_buffers,
+    take_apart,
+    to_plain,
+)
 from covey.torch.training.table_rows import tables_of
 from covey.torch.training.ways import agree, choose, measure, own_pace, possible_ways, predicted, tell
 
@@ -447,6 +455,7 @@ class TrainTogether(GenerationLoop[Any]):
         What is no tensor is that of the lowest rank. Ranks may have states of other parameters, or none before their
         first step. Then all get that of one rank.
         """
+        make_dense({"optimizer": self._optimizer})
         group, state = self.group, self._optimizer.state_dict()
         structure, tensors = take_apart({"state": state["state"]})
         form = [[name, *tensor.shape] for name, tensor in sorted(tensors.items())]
