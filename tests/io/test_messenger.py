@@ -563,7 +563,9 @@ def test_a_failed_group_ends_all_works_with_its_first_cause(make_group: MakeGrou
         group.fail(fault)
     for _ in works:
         assert ended.acquire(timeout=DEADLINE)
-    assert all(work.exception() is fault for work in works)
+    errors = [work.exception() for work in works]
+    assert [(type(error), str(error)) for error in errors] == [(MismatchError, str(fault))] * 3
+    assert len({id(error) for error in (fault, *errors)}) == 4, "each operation has an error of its own to raise"
     with pytest.raises(MismatchError):
         group.start_receive(1, 0, 1)
 
