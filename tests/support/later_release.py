@@ -22,8 +22,8 @@ _EDITS: Final = {
     ],
     "wire/messages.py": [
         (
-            "    hardware: Hardware | None = None\n\n\ndef key_of",
-            '    hardware: Hardware | None = None\n    mood: Name = "calm"\n\n\ndef key_of',
+            'run\'s store (`store_file`)."""\n\n\ndef key_of',
+            'run\'s store (`store_file`)."""\n    mood: Name = "calm"\n\n\ndef key_of',
         ),
         ("    clock: Seconds\n\n\nclass Forming", '    clock: Seconds\n    weather: Name = ""\n\n\nclass Forming'),
         (
