@@ -21,6 +21,7 @@ import pytest
 from tests.support.linearizability import Ended, Operation, State, is_linearizable
 from tests.support.seeds import batches, seeds
 
+from covey.base.errors import RemoteProtocolError
 from covey.proto import replication, store_copy
 from covey.proto.replication import KEEPER, NO_COPY, Answered, Numbers, Replica, SendToReplica, Voting
 from covey.proto.store import LASTING, Lifetime
@@ -825,6 +826,25 @@ def test_a_keeper_waits_no_longer_for_a_follower_that_is_gone() -> None:
     keeper.configure(1, (1,), is_kept=True)
     keeper.heard(1, RUN_STORE, 1, wire.Submit(1, 1, wire.Count()))
     assert keeper.effects() == [SendToReplica(1, RUN_STORE, 1, wire.Done())]
+
+
+def test_a_member_keeps_of_a_later_configuration_no_copies_and_changes() -> None:
+    """They are large, and an owner sends them only to a member that has the configuration."""
+    member, change = Replica(1), wire.Put((("a", b"1"),))
+    member.configure(0, (0, 1))
+    for body in (wire.Entry(1, 1, 0, 0, 0, change), wire.Load(1, change, index=1), wire.Loaded(1, 1, 1)):
+        member.heard(0, RUN_STORE, 0, body)
+    assert not member._early
+    member.heard(0, RUN_STORE, 0, wire.Recover(1, 0))
+    member.effects()
+    member.configure(1, (0, 1))
+    assert member.effects() == [SendToReplica(0, 0, 0, wire.Last(1, NO_COPY))]
+
+
+def test_a_process_asks_for_no_change_that_only_an_owner_orders() -> None:
+    for change in (wire.Forget(), wire.Expire((("a", 1),))):
+        with pytest.raises(RemoteProtocolError):
+            wire.decode_body(wire.encode_body(wire.Submit(0, 1, change)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["unknown", "known"])

@@ -121,7 +121,7 @@ class _Question(NamedTuple):
     """A question of this process that has no answer yet."""
 
     store: int
-    change: wire.Change
+    change: wire.Asked
     """A Withdraw once its caller does not wait any more; it stays until the owner has confirmed that."""
     received: tuple[int, ...]
     """The answers that it acknowledges, whenever it is sent."""
@@ -373,6 +373,8 @@ class Replica:
                 self._conclude(number, body)
             return
         if body.config > self._config:
+            if isinstance(body, wire.Entry | wire.Load | wire.LoadAnswer | wire.Loaded):
+                return  # large, and sent only to a member that has said in this configuration how far it is
             if len(self._early) < EARLY_LIMIT:
                 self._early.append((peer, store, number, body))
             elif isinstance(body, wire.Submit):

@@ -205,7 +205,9 @@ Question = (
     | Scan
 )  # fmt: skip
 Answer = Done | Refused
-Change = Question | Withdraw | Open | Forget | Expire
+Asked = Question | Withdraw | Open
+"""What a process asks for."""
+Change = Asked | Forget | Expire
 """What is ordered, and applied to every copy in this order."""
 Count64 = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
 Received = Annotated[tuple[Count64, ...], msgspec.Meta(max_length=RECEIVED_LIMIT)]
@@ -218,7 +220,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """The members that hold copies, as the sender knows them: the number of their view in the run."""
     settled: Count64
     """The sender has the answers to all of its questions with lower numbers."""
-    change: Change
+    change: Asked
     received: Received = ()
     """Further questions whose answers the sender has: the one that `settled` names may wait for long."""
     confirms: bool = False
