@@ -144,7 +144,8 @@ def test_cut_tcp_connections_lose_no_rank(job: Job) -> None:
 
 def test_a_job_that_does_not_survive_losses_fails_and_is_told_what_to_do(job: Job) -> None:
     code = "import covey\nwith covey.join() as group:\n    while True: group.barrier()"
-    ended = finish(chaos(job, code, "-n", "3", "--seed", "1", "--faults", "kill", "--every", "0.2"))
+    options = ("-n", "3", "--seed", "1", "--faults", "kill", "--every", "0.2", "--count", "1")
+    ended = finish(chaos(job, code, *options))
     assert ended.code in (1, 128 + signal.SIGKILL), ended.err  # the others may be stopped before they fail themselves
     assert ended.out.count("killed rank") == 1
     assert 'the job does not survive losses: join with on_loss="continue"' in ended.out
